@@ -1,0 +1,352 @@
+"""The only module that communicates: an axis of ranks, its collectives, and what all ranks agree on.
+
+Legend: N ranks, C elements of a shard, N*C elements of a bucket.
+
+`gather` (all-gather) and `scatter` (reduce-scatter) are linear maps and each other's transpose, so differentiating
+through one runs the other. Both carry a *token*, a zero-size tensor that chains them: a bucket that this rank's data
+does not use still scatters, and on every rank in the same order. The pair is differentiable under plain autograd, under
+`torch.func`, and under `torch.compile(fullgraph=True)`, where Dynamo must not look inside (`allow_in_graph`).
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_ops = torch.ops._c10d_functional  # noqa: SLF001  (the ops are stable; their Python wrappers were renamed in 2.14)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A group of ranks: its size, this process's rank in it, and how it communicates."""
+
+    size: int = 1
+    rank: int = 0
+    group: str = ""
+    native: bool = True
+    """Whether the backend has a reduce-scatter of its own (gloo's runs an all-reduce and moves twice the bytes)."""
+    process_group: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live on this rank if nothing else says so."""
+        if self.process_group is None or not _supports(self.process_group, "cuda"):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+
+def _supports(group: Any, device: str) -> bool:
+    return any(kind.type == device for kind in group._device_types)  # noqa: SLF001  (no public way to ask)
+
+
+def axis_of(mesh: DeviceMesh | None) -> Axis:
+    """Return the axis of a 1-D mesh, or of the default group, or of a world of one.
+
+    Raises
+    ------
+    ValueError
+        If ``WORLD_SIZE`` is above 1 and no process group exists; if the mesh has more than one dim; or if it leaves
+        ranks out, which would then train on their own without a word.
+    """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: must be a torch.distributed.DeviceMesh or None, got {type(mesh).__name__}")
+    if not (dist.is_available() and dist.is_initialized()):
+        world = os.environ.get("WORLD_SIZE", "1")
+        if world != "1":
+            raise ValueError(
+                f"WORLD_SIZE is {world} but there is no process group: "
+                "call torch.distributed.init_process_group() before building the engine"
+            )
+        return Axis()
+    if mesh is None:
+        group = dist.group.WORLD
+    else:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh: a mesh of {mesh.ndim} dims (hybrid sharding) is not supported yet; pass a 1-D mesh"
+            )
+        group = mesh.get_group()
+    size, world_size = dist.get_world_size(group), dist.get_world_size()
+    if size != world_size:
+        raise ValueError(
+            f"mesh: has {size} of the {world_size} ranks; the ranks outside it would train on other gradients. "
+            "Pass a mesh over all ranks, or none"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("mesh: this rank is not in it; pass a mesh over all ranks, or none")
+    if size == 1:
+        return Axis()
+    native = "gloo" not in dist.get_backend(group)
+    return Axis(size, rank, group.group_name, native, group)  # type: ignore[union-attr]
+
+
+# --- the operations, not differentiable ------------------------------------------------------------------------------
+
+
+def _all_gather(shard: Tensor, size: int, group: str) -> Tensor:
+    gathered = _ops.all_gather_into_tensor(shard.contiguous(), size, group)
+    return _ops.wait_tensor(gathered)  # type: ignore[no-any-return]
+
+
+def _reduce_scatter(full: Tensor, size: int, group: str, native: bool) -> Tensor:
+    full = full.contiguous()
+    if native:
+        return _ops.wait_tensor(_ops.reduce_scatter_tensor(full, "sum", size, group))  # type: ignore[no-any-return]
+    length = full.numel() // size
+    pieces = _ops.wait_tensor(_ops.all_to_all_single(full, [length] * size, [length] * size, group))
+    return sum_in_order(pieces.view(size, length))
+
+
+def sum_in_order(pieces: Tensor) -> Tensor:
+    """Sum (N, ...) over dim 0 in rank order; 16-bit floats are summed in float32 and rounded once."""
+    total = pieces[0]
+    if total.dtype in (torch.float16, torch.bfloat16):
+        total = total.float()
+    for rank in range(1, pieces.shape[0]):
+        total = total + pieces[rank]
+    return total.to(pieces.dtype)
+
+
+# --- the differentiable pair -----------------------------------------------------------------------------------------
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        return _all_gather(shard, size, group), token.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.size, ctx.group, ctx.native = inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, full: Tensor, token: Tensor) -> Any:
+        shard, token = _Scatter.apply(full, token, ctx.size, ctx.group, ctx.native)
+        return shard, token, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(full: Tensor, token: Tensor, size: int, group: str, native: bool) -> tuple[Tensor, Tensor]:
+        return _reduce_scatter(full, size, group, native), token.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.size, ctx.group, ctx.native = inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, shard: Tensor, token: Tensor) -> Any:
+        full, token = _Gather.apply(shard, token, ctx.size, ctx.group, ctx.native)
+        return full, token, None, None, None
+
+
+class _Anchor(torch.autograd.Function):
+    """Forward: a stand-in for the gathered bucket that takes no memory. Backward: scatter of its gradient."""
+
+    @staticmethod
+    def forward(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        return shard.new_zeros(()).expand(shard.numel() * size), token.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.size, ctx.group, ctx.native = inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, full: Tensor, token: Tensor) -> Any:
+        if ctx.size == 1:
+            return full.clone(), token.clone(), None, None, None
+        shard, token = _Scatter.apply(full, token, ctx.size, ctx.group, ctx.native)
+        return shard, token, None, None, None
+
+
+class _Attach(torch.autograd.Function):
+    """Forward: the gathered bucket. Backward: its gradient goes to the stand-in, hence to the anchor's scatter."""
+
+    @staticmethod
+    def forward(full: Tensor, proxy: Tensor) -> Tensor:  # noqa: ARG004
+        return full.view(full.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
+        return None, gradient
+
+
+def _opaque(function: Function) -> Function:
+    """Keep Dynamo out of a function; AOTAutograd traces it, with its own backward."""
+    return cast("Function", torch.compiler.allow_in_graph(function))
+
+
+@_opaque
+def _gather(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
+    return _Gather.apply(shard, token, size, group, native)
+
+
+@_opaque
+def _scatter(full: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
+    return _Scatter.apply(full, token, size, group, native)
+
+
+@_opaque
+def _anchor(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
+    return _Anchor.apply(shard, token, size, group, native)
+
+
+@_opaque
+def attach(full: Tensor, proxy: Tensor) -> Tensor:
+    """Return the gathered bucket (N*C,) such that its gradient flows to `proxy`, the stand-in made by `anchor`."""
+    return _Attach.apply(full, proxy)  # type: ignore[no-any-return]
+
+
+def new_token(like: Tensor) -> Tensor:
+    """Return a token to start a chain with: shape (0,), float32, on the device of `like`."""
+    return torch.zeros(0, device=like.device)
+
+
+def gather(shard: Tensor, token: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """All-gather a shard (C,) to (N*C,), rank 0's piece first; its transpose is `scatter`.
+
+    Communicates C elements from every rank to every other. In a world of one the shard itself is returned.
+    """
+    if axis.size == 1:
+        return shard, token
+    return _gather(shard, token, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
+
+
+def scatter(full: Tensor, token: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Reduce-scatter (N*C,) to this rank's (C,) of the sum over ranks; its transpose is `gather`.
+
+    Communicates C elements from every rank to every other. On gloo it is an all-to-all and a local sum in rank order:
+    half the bytes of gloo's own, and an order of summation that does not depend on the size of the message. 16-bit
+    floats travel as they are there and are summed in float32. NCCL's own reduce-scatter is used on NCCL.
+    """
+    if axis.size == 1:
+        return full, token
+    return _scatter(full, token, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
+
+
+def anchor(shard: Tensor, token: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return a stand-in (N*C,) for the gathered bucket, whose gradient is scattered to the shard exactly once.
+
+    The stand-in takes no memory and is never read. Wherever the bucket's values come from (gathered at the head of the
+    step, or again and again inside blocks), `attach` ties them to it: the gradients of all uses are summed locally,
+    then scattered, even if there was no use at all.
+    """
+    return _anchor(shard, token, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
+
+
+def sum_over_ranks(vector: Tensor, axis: Axis) -> Tensor:
+    """Sum a small vector over ranks, in rank order, with one all-gather of it; equal bits on every rank."""
+    if axis.size == 1:
+        return vector
+    return _all_gather(vector, axis.size, axis.group).view(axis.size, -1).sum(0)
+
+
+def share_buffers(flat: Tensor, policy: str, axis: Axis) -> Tensor:
+    """Return rank 0's values of a flat buffer ("rank0", a broadcast) or their mean ("mean", an all-gather)."""
+    if axis.size == 1:
+        return flat
+    if policy == "rank0":
+        return _ops.wait_tensor(_ops.broadcast(flat.contiguous(), 0, axis.group))  # type: ignore[no-any-return]
+    gathered = _all_gather(flat, axis.size, axis.group).view(axis.size, -1)
+    return sum_in_order(gathered) / axis.size
+
+
+def from_rank0(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return rank 0's values of a tensor; the others pass one of the same shape, dtype and device. Not traced."""
+    if axis.size > 1 and tensor.numel():
+        flat = tensor.contiguous().view(-1).view(torch.uint8)  # bytes: every dtype travels on every backend
+        dist.broadcast(flat, group=axis.process_group, group_src=0)
+        return flat.view(tensor.dtype).view(tensor.shape)
+    return tensor
+
+
+# --- what all ranks agree on, through the store ----------------------------------------------------------------------
+
+
+def agree(axis: Axis, topic: str, check: Callable[[], Any], digest: Callable[[Any], str]) -> tuple[Any, str]:
+    """Run a check on every rank and raise everywhere if it fails anywhere or gives different digests.
+
+    Communicates a short text per rank through the store, never a collective, and ends within the store's time limit.
+
+    Parameters
+    ----------
+    axis
+        The ranks that take part; all of them must call this in the same order.
+    topic
+        What is agreed on, for the messages ("init", "the first step").
+    check
+        Returns what the digest is taken of, or raises ``ValueError`` or ``TypeError``.
+    digest
+        Turns the result into a text that must be the same on all ranks.
+
+    Returns
+    -------
+    tuple
+        The result of `check` on this rank, and rank 0's digest.
+    """
+    fault: Exception | None = None
+    result, text = None, ""
+    try:
+        result = check()
+        text = digest(result)
+    except (ValueError, TypeError) as error:
+        fault = error
+    if axis.size == 1:
+        if fault is not None:
+            raise fault
+        return result, text
+    reports = _exchange(axis, topic, {"fault": f"{type(fault).__name__}: {fault}" if fault else None, "digest": text})
+    if fault is not None:
+        raise fault
+    for rank, report in enumerate(reports):
+        if report["fault"]:
+            raise ValueError(f"{topic}: rank {rank} failed with {report['fault']}")
+    for rank, report in enumerate(reports):
+        if report["digest"] != reports[0]["digest"]:
+            raise ValueError(
+                f"{topic}: the ranks differ and none of them goes on. "
+                f"Rank 0: {reports[0]['digest']}; rank {rank}: {report['digest']}"
+            )
+    return result, reports[0]["digest"]
+
+
+def _exchange(axis: Axis, topic: str, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return every rank's report: each rank writes its own, rank 0 collects them and writes the list."""
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (a collective could hang; the store has a limit)
+    # counted in the store itself: how often this rank has come to this topic
+    turn = store.add(f"fzero/{axis.group}/{topic}/turn/{axis.rank}", 1)
+    base = f"fzero/{axis.group}/{topic}/{turn}"
+    store.set(f"{base}/{axis.rank}", json.dumps(report))
+    if axis.rank == 0:
+        reports = [json.loads(_fetch(store, f"{base}/{rank}", topic, f"rank {rank}")) for rank in range(axis.size)]
+        store.set(f"{base}/all", json.dumps(reports))
+        return reports
+    return json.loads(_fetch(store, f"{base}/all", topic, "some rank"))  # type: ignore[no-any-return]
+
+
+def _fetch(store: Any, key: str, topic: str, who: str) -> bytes:
+    limit: timedelta = store.timeout
+    try:
+        store.wait([key], limit)
+    except (RuntimeError, dist.DistError) as error:
+        raise RuntimeError(
+            f"{topic}: {who} did not arrive within {limit.total_seconds():.0f} s; see its own output. "
+            "All ranks must call this together"
+        ) from error
+    return store.get(key)  # type: ignore[no-any-return]
