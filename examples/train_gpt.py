@@ -1,0 +1,393 @@
+r"""Train a small GPT on the bytes of English text that every Python carries, sharded over the ranks.
+
+    python examples/train_gpt.py --plot loss.png
+
+starts two ranks on this machine. With the default settings (6 layers, width 192, 500 steps) two CPU cores
+need about three minutes. The validation loss starts near 5.45 nats per byte (the model knows nothing: ln 256
+is 5.55). You should see it end below 2.2, with a sample that has the look of English but few real words.
+
+Other ways to run it:
+
+    python examples/train_gpt.py --stage 3 --compile
+    python examples/train_gpt.py --ranks 1                      # one process, no process group
+    python examples/train_gpt.py --text my.txt --steps 2000
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --stage 3
+
+The model is an ordinary ``nn.Module`` that knows nothing of ranks. ``fzero.from_module`` turns it into a pure
+loss function and a tree of parameters; what a stage changes is only where `fzero.Zero` keeps their parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pydoc_data.topics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from tqdm import tqdm
+
+import fzero
+
+VOCABULARY = 256  # one token per byte
+HEAD_WIDTH = 32
+EVALUATIONS = 8  # validation points of one run, beside the first
+EVALUATION_WINDOWS = 32  # per rank
+PROMPT, SAMPLE_BYTES = b"The ", 300
+# A run of at least this many steps must lower the validation loss by at least this many nats per byte.
+PROOF_STEPS, PROOF_FALL = 30, 1.0
+
+
+# --- The model ---------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream: (batch, time, width) to the same."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Attend from each position to itself and those before it."""
+        heads = self.query_key_value(x).unflatten(-1, (3, -1, HEAD_WIDTH))  # (batch, time, 3, head, HEAD_WIDTH)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block."""
+        x = x + F.dropout(self.attend(self.attention_norm(x)), self.dropout, self.training)
+        hidden = F.gelu(self.mlp_in(self.mlp_norm(x)))
+        return x + F.dropout(self.mlp_out(hidden), self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """A causal language model on bytes: (batch, time) integers to (batch, time, 256) logits."""
+
+    def __init__(self, layers: int, width: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.context = context
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(context, width)
+        # fzero shards these one by one in stage 3: the largest ModuleList of a module holds its blocks
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                # what is added to the residual stream starts smaller: its variance must not grow with depth
+                residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
+        self.head.weight = self.embedding.weight  # tied: fzero keeps one shard and sums the two gradients
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the next byte at every position."""
+        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in nats per byte."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# --- The data ----------------------------------------------------------------------------------------------
+
+
+def read_text(file: Path | None) -> bytes:
+    """Read the file, or join what ``help()`` can say about the language (about 465 kB of English)."""
+    if file is None:
+        return "\n\n".join(pydoc_data.topics.topics.values()).encode()
+    return file.read_bytes()
+
+
+def split_text(text: bytes) -> tuple[Tensor, Tensor]:
+    """Split into training data and the last tenth, which is never trained on."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    held_out = len(data) // 10
+    return data[:-held_out], data[-held_out:]
+
+
+def windows(data: Tensor, starts: Tensor, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cut one window a start: inputs and the same shifted by one byte, both (len(starts), context)."""
+    cut = data[starts[:, None] + torch.arange(context + 1)].to(device, torch.int64)
+    return cut[:, :-1].contiguous(), cut[:, 1:].contiguous()
+
+
+def validation_batch(data: Tensor, context: int, rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Spread the validation windows of all ranks evenly over the held-out text; return this rank's."""
+    last_start = len(data) - context - 1
+    starts = torch.linspace(0, last_start, world * EVALUATION_WINDOWS).long()
+    return windows(data, starts[rank::world], context, device)
+
+
+# --- Training ----------------------------------------------------------------------------------------------
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the most memory this rank has used so far, in MB: of the device, or of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def train(options: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
+    """Train one rank of `world`; every rank runs the same lines, and rank 0 also talks."""
+    torch.manual_seed(options.seed)
+    module = GPT(options.layers, options.width, options.context, options.dropout).to(device)
+    loss_fn, params, buffers = fzero.from_module(module.train(), criterion)
+    eval_loss_fn, _, _ = fzero.from_module(module.eval(), criterion)
+    optimizer = fzero.adamw(
+        fzero.warmup_cosine(options.rate, max(1, options.steps // 10), options.steps),
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        decay_mask=lambda _path, leaf: leaf.ndim >= 2,
+    )
+    engine = fzero.Zero(
+        loss_fn,
+        optimizer,
+        stage=options.stage,
+        clip_norm=1.0,
+        accumulate=options.accumulate,
+        compile=options.compile,
+    )
+    state = engine.init(params, buffers)
+
+    training, held_out = split_text(read_text(options.text))
+    validation = validation_batch(held_out, options.context, rank, world, device)
+    generator = torch.Generator().manual_seed(options.seed * 65536 + rank)  # other windows on every rank
+    torch.manual_seed(options.seed * 65536 + rank)  # and other dropout
+    if rank == 0:
+        size = sum(parameter.numel() for parameter in module.parameters()) / 1e6
+        text = (len(training) + len(held_out)) / 1e3
+        print(f"{size:.2f} M parameters, {text:.0f} kB of text, stage {options.stage}, {world} ranks on {device}")
+
+    losses: list[Tensor] = []
+    evaluated: list[tuple[int, float]] = []
+    started = time.perf_counter()
+    with tqdm(total=options.steps, unit="step", disable=None if rank == 0 else True) as bar:
+        for step in range(options.steps + 1):
+            if step % max(1, options.steps // EVALUATIONS) == 0 or step == options.steps:
+                loss, _ = engine.evaluate(state, validation, loss_fn=eval_loss_fn)
+                evaluated.append((step, float(loss)))
+                if rank == 0:
+                    seconds = time.perf_counter() - started
+                    bar.write(f"step {step:5d} {seconds:7.1f} s   validation loss {evaluated[-1][1]:.3f}")
+                    sys.stdout.flush()
+            if step == options.steps:
+                break
+            starts = torch.randint(len(training) - options.context, (options.batch,), generator=generator)
+            state, metrics = engine.step(state, windows(training, starts, options.context, device))
+            losses.append(metrics.loss)
+            if step % 10 == 0 and rank == 0:  # reading the loss waits for the device, so not at every step
+                speed = len(losses) * options.batch * options.context * world / (time.perf_counter() - started)
+                bar.set_postfix_str(
+                    f"loss {float(metrics.loss):.3f}, {speed:.0f} tokens/s, {peak_memory(device):.0f} MB per rank"
+                )
+            bar.update()
+    seconds = time.perf_counter() - started
+
+    full = engine.params(state)  # collective: every rank calls it
+    memory: list[float | None] = [peak_memory(device)]
+    if world > 1:
+        mine, memory = memory[0], [None] * world
+        dist.all_gather_object(memory, mine)
+    if rank == 0:
+        print(f"--- sample ---\n{sample(module, full, SAMPLE_BYTES, options.seed)}\n--------------")
+        print(f"{options.steps} steps in {seconds:.0f} s; peak memory per rank in MB:", *(f"{mb:.0f}" for mb in memory))
+        if options.plot is not None:
+            plot(options.plot, [float(loss) for loss in losses], evaluated)
+            print(f"loss curve: {options.plot}")
+    check(options, evaluated[0][1], evaluated[-1][1], rank)
+
+
+def check(options: argparse.Namespace, before: float, after: float, rank: int) -> None:
+    """Print the result and fail when the run did not do its job."""
+    if rank == 0:
+        print(f"validation loss: {before:.3f} before, {after:.3f} after (nats per byte)", flush=True)
+    if options.steps >= PROOF_STEPS:
+        assert after < before - PROOF_FALL, f"{options.steps} steps should lower {before:.3f} by {PROOF_FALL}"
+    if options.below is not None:
+        assert after < options.below, f"the validation loss ended at {after:.3f}, not below {options.below}"
+
+
+@torch.no_grad()
+def sample(module: GPT, params: dict[str, Tensor], count: int, seed: int, temperature: float = 0.8) -> str:
+    """Continue the prompt by `count` bytes, with whatever is not printable shown as "?"."""
+    device = params["embedding.weight"].device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(PROMPT)
+    for _ in range(count):
+        window = torch.tensor([tokens[-module.context :]], device=device)
+        logits = functional_call(module, params, (window,))[0, -1].float().cpu()
+        chances = (logits / temperature).softmax(0)
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    text = bytes(tokens).decode(errors="replace").replace("\N{REPLACEMENT CHARACTER}", "?")
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+
+
+def plot(file: Path, losses: list[float], evaluated: list[tuple[int, float]]) -> None:
+    """Draw the training loss of every step and the validation loss into a PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(range(1, len(losses) + 1), losses, linewidth=0.8, alpha=0.7, label="training, one batch")
+    axes.plot(*zip(*evaluated, strict=True), marker="o", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=120, format="png")
+    plt.close(figure)
+
+
+# --- Starting the ranks ------------------------------------------------------------------------------------
+
+
+def run_rank(rank: int, options: argparse.Namespace, world: int, init_method: str) -> None:
+    """Join the process group, if the world has more than one rank, and train."""
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    if world > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        limit = timedelta(minutes=5)
+        dist.init_process_group(backend, init_method, rank=rank, world_size=world, timeout=limit)
+    train(options, rank, world, device)
+    if world > 1:
+        # Only after success: a rank that fails must be the first to end, as its traceback is the one shown.
+        dist.destroy_process_group()
+
+
+def start_ranks(options: argparse.Namespace) -> None:
+    """Start the ranks as children; when one fails or Ctrl-C comes, end them all."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = start_processes(  # type: ignore[no-untyped-call]
+            run_rank,
+            (options, options.ranks, f"file://{folder}/rendezvous"),  # a file needs no free port
+            options.ranks,
+            join=False,
+            daemon=True,
+            start_method="spawn",
+        )
+        try:
+            while not ranks.join():
+                pass
+        except (ProcessRaisedException, ProcessExitedException) as failure:
+            sys.exit(f"rank {failure.error_index} failed: {failure}")
+        except KeyboardInterrupt:
+            sys.exit(130)
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+
+
+def positive(text: str) -> int:
+    """Read an integer of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line and check it, before any rank starts."""
+    parser = argparse.ArgumentParser(description="Train a small GPT on bytes with fzero.")
+    add = parser.add_argument
+    add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="what is sharded (default: 2)")
+    add("--ranks", type=positive, help="processes to start (default: 2 on CPU, one per device on CUDA)")
+    add("--steps", type=positive, default=500, help="(default: 500)")
+    add("--batch", type=positive, default=4, help="windows per rank and step (default: 4)")
+    add("--accumulate", type=positive, default=1, help="micro-batches that a batch is split into (default: 1)")
+    add("--context", type=positive, default=128, help="bytes per window (default: 128)")
+    add("--layers", type=positive, default=6, help="(default: 6)")
+    add("--width", type=positive, default=192, help=f"a multiple of {HEAD_WIDTH} (default: 192)")
+    add("--dropout", type=float, default=0.0, help="(default: 0)")
+    add("--rate", type=float, default=2e-3, help="peak learning rate (default: 0.002)")
+    add("--seed", type=int, default=0, help="(default: 0)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    add("--compile", action="store_true", help="compile the step (the first one then takes a minute)")
+    add("--text", type=Path, metavar="FILE", help="train on this file (default: the texts of Python's help())")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the loss curve")
+    add("--below", type=float, metavar="NATS", help="fail unless the validation loss ends below this")
+    options = parser.parse_args(arguments)
+
+    devices = torch.cuda.device_count()
+    if options.device == "auto":
+        options.device = "cuda" if devices else "cpu"
+    cuda = options.device == "cuda"
+    if options.ranks is None:
+        options.ranks = max(1, devices) if cuda else 2
+    try:
+        size = len(read_text(options.text))
+    except OSError as error:
+        parser.error(f"--text {options.text}: {error.strerror}")
+    needed = 10 * (options.context + 1)  # so that the last tenth still holds a window and the byte after it
+    folder = Path(options.plot or "loss.png").absolute().parent
+    for wrong, message in (
+        (cuda and devices == 0, "--device cuda: no CUDA device was found; use --device cpu"),
+        (
+            cuda and "RANK" not in os.environ and options.ranks > devices,
+            f"--ranks {options.ranks}: each rank needs its own CUDA device, and this machine has {devices}",
+        ),
+        (options.width % HEAD_WIDTH, f"--width {options.width}: must be a multiple of {HEAD_WIDTH}"),
+        (
+            options.batch % options.accumulate,
+            f"--batch {options.batch}: does not divide into --accumulate {options.accumulate} equal parts",
+        ),
+        (not 0 <= options.dropout < 1, f"--dropout {options.dropout}: must be at least 0 and below 1"),
+        (not folder.is_dir(), f"--plot {options.plot}: there is no folder {folder}"),
+        (
+            size < needed,
+            f"--text {options.text}: too short: {size} bytes, and --context {options.context} needs {needed}",
+        ),
+    ):
+        if wrong:
+            parser.error(message)
+    return options
+
+
+def main() -> None:
+    """Run as one of torchrun's ranks, alone, or as the parent of ranks of its own."""
+    options = parse()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        run_rank(int(os.environ["RANK"]), options, int(os.environ["WORLD_SIZE"]), "env://")
+    elif options.ranks == 1:
+        run_rank(0, options, 1, "")
+    else:
+        start_ranks(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.example
+
+ROOT = Path(__file__).parent.parent
+TRAIN_GPT = [str(ROOT / "examples" / "train_gpt.py"), "--device", "cpu"]
+SHORT = ["--layers", "2", "--width", "64", "--context", "64", "--steps", "30"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    # A process group of its own, so that a program that hangs is ended together with its ranks and nothing else.
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float) -> str:
+    # The pipe ends only when every process that holds it has ended: no rank is left behind.
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        error.add_note(process.communicate()[0])
+        raise
+    return output
+
+
+def run(arguments: list[str], seconds: float = 400) -> tuple[int, str]:
+    process = start(arguments)
+    output = finish(process, seconds)
+    return process.returncode, output
+
+
+def losses(output: str) -> tuple[float, float]:
+    found = re.search(r"^validation loss: ([\d.]+) before, ([\d.]+) after", output, re.MULTILINE)
+    assert found, output
+    return float(found[1]), float(found[2])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param([*TRAIN_GPT, "--ranks", "2"], id="two-ranks"),
+        pytest.param([*TRAIN_GPT, "--ranks", "1", "--accumulate", "2", "--dropout", "0.1"], id="one-process"),
+        pytest.param([*TORCHRUN, *TRAIN_GPT, "--stage", "3"], id="torchrun"),
+        pytest.param([*TRAIN_GPT, "--stage", "3", "--compile"], id="compiled"),
+    ],
+)
+def test_train_gpt_learns(arguments: list[str], tmp_path: Path) -> None:
+    picture = tmp_path / "loss.png"
+    code, output = run([*arguments, *SHORT, "--rate", "0.005", "--plot", str(picture)])
+    assert code == 0, output
+    before, after = losses(output)
+    assert 5 < before < 6
+    assert after < before - 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "--- sample ---\nThe " in output
+
+
+def test_train_gpt_fails_when_its_loss_is_too_high() -> None:
+    code, output = run([*TRAIN_GPT, *SHORT, "--steps", "2", "--below", "0.1"])
+    assert code == 1, output
+    assert re.search(r"rank \d failed: .*Traceback.*AssertionError: the validation loss ended at", output, re.DOTALL)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("whole_group", [False, True], ids=["parent", "terminal"])
+def test_train_gpt_is_interrupted(whole_group: bool) -> None:
+    process = start([*TRAIN_GPT, *SHORT, "--steps", "1000000"])
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any(line.startswith("step     0 ") for line in lines)
+        (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+    finally:
+        output = finish(process, 60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+
+
+def test_train_gpt_refuses_bad_arguments(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    missing = tmp_path / "missing"
+    for arguments, message in (
+        (["--text", str(missing)], f"--text {missing}: No such file or directory"),
+        (["--text", str(short)], f"--text {short}: too short: 9 bytes, and --context 128 needs 1290"),
+        (["--text", str(tmp_path)], f"--text {tmp_path}: Is a directory"),
+        (["--width", "100"], "--width 100: must be a multiple of 32"),
+        (["--steps", "0"], "--steps: must be at least 1, got 0"),
+        (["--accumulate", "3"], "--batch 4: does not divide into --accumulate 3 equal parts"),
+        (["--plot", str(missing / "loss.png")], f"there is no folder {missing}"),
+    ):
+        code, output = run([*TRAIN_GPT, *arguments], 60)
+        assert code == 2, output
+        assert message in output
+        assert "Traceback" not in output
