@@ -7,7 +7,7 @@ a leaf is element-wise, so that a flat bucket, a shard and a whole leaf give the
 Scalars (learning rate, bias corrections) are 0-d float64 tensors made by torch operations: nothing waits for a device
 and a compiled update compiles once, whatever the step (Dynamo traces no tree without leaves). They are rounded once, to
 the dtype in which torch computes on the leaf (float32 for bfloat16 and float16), as torch rounds the Python numbers of
-``torch.optim``. The moments have the dtype of their parameter; give float32 parameters (masters) to have float32 moments.
+``torch.optim``. The moments have the dtype of their parameter; float32 moments need float32 parameters (masters).
 
 A gradient of zeros is a gradient: decay and old momentum keep moving that leaf, and the step counts.
 """
