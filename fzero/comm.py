@@ -12,17 +12,19 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fzero.trace import opaque
+
 if TYPE_CHECKING:
     from datetime import timedelta
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Found = TypeVar("Found")
 
 _ops = torch.ops._c10d_functional  # noqa: SLF001  (the ops are stable; their Python wrappers were renamed in 2.14)
 
@@ -187,27 +189,22 @@ class _Attach(torch.autograd.Function):
         return None, gradient
 
 
-def _opaque(function: Function) -> Function:
-    """Keep Dynamo out of a function; AOTAutograd traces it, with its own backward."""
-    return cast("Function", torch.compiler.allow_in_graph(function))
-
-
-@_opaque
+@opaque
 def _gather(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
     return _Gather.apply(shard, token, size, group, native)
 
 
-@_opaque
+@opaque
 def _scatter(full: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
     return _Scatter.apply(full, token, size, group, native)
 
 
-@_opaque
+@opaque
 def _anchor(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
     return _Anchor.apply(shard, token, size, group, native)
 
 
-@_opaque
+@opaque
 def attach(full: Tensor, proxy: Tensor) -> Tensor:
     """Return the gathered bucket (N*C,) such that its gradient flows to `proxy`, the stand-in made by `anchor`."""
     return _Attach.apply(full, proxy)  # type: ignore[no-any-return]
@@ -279,7 +276,13 @@ def from_rank0(tensor: Tensor, axis: Axis) -> Tensor:
 # --- what all ranks agree on, through the store ----------------------------------------------------------------------
 
 
-def agree(axis: Axis, topic: str, check: Callable[[], Any], digest: Callable[[Any], str]) -> tuple[Any, str]:
+def agree(
+    axis: Axis,
+    topic: str,
+    check: Callable[[], Found],
+    digest: Callable[[Found], str],
+    note: Callable[[Found], dict[str, Any]] = lambda _: {},
+) -> tuple[Found, str, list[dict[str, Any]]]:
     """Run a check on every rank and raise everywhere if it fails anywhere or gives different digests.
 
     Communicates a short text per rank through the store, never a collective, and ends within the store's time limit.
@@ -294,36 +297,34 @@ def agree(axis: Axis, topic: str, check: Callable[[], Any], digest: Callable[[An
         Returns what the digest is taken of, or raises ``ValueError`` or ``TypeError``.
     digest
         Turns the result into a text that must be the same on all ranks.
+    note
+        Turns the result into JSON-like data that may differ and that all ranks get to know.
 
     Returns
     -------
     tuple
-        The result of `check` on this rank, and rank 0's digest.
+        The result of `check` on this rank, the common digest, and every rank's note.
     """
-    fault: Exception | None = None
-    result, text = None, ""
     try:
-        result = check()
-        text = digest(result)
-    except (ValueError, TypeError) as error:
-        fault = error
-    if axis.size == 1:
-        if fault is not None:
-            raise fault
-        return result, text
-    reports = _exchange(axis, topic, {"fault": f"{type(fault).__name__}: {fault}" if fault else None, "digest": text})
-    if fault is not None:
-        raise fault
-    for rank, report in enumerate(reports):
-        if report["fault"]:
-            raise ValueError(f"{topic}: rank {rank} failed with {report['fault']}")
-    for rank, report in enumerate(reports):
-        if report["digest"] != reports[0]["digest"]:
+        found = check()
+    except Exception as error:
+        if axis.size > 1:
+            _exchange(axis, topic, {"fault": f"{type(error).__name__}: {error}", "digest": "", "note": {}})
+        raise
+    text = digest(found)
+    # through JSON in a world of one too, so that notes look the same in every world
+    report = json.loads(json.dumps({"fault": None, "digest": text, "note": note(found)}))
+    reports = [report] if axis.size == 1 else _exchange(axis, topic, report)
+    for rank, other in enumerate(reports):
+        if other["fault"]:
+            raise ValueError(f"{topic}: rank {rank} failed with {other['fault']}")
+    for rank, other in enumerate(reports):
+        if other["digest"] != reports[0]["digest"]:
             raise ValueError(
-                f"{topic}: the ranks differ and none of them goes on. "
-                f"Rank 0: {reports[0]['digest']}; rank {rank}: {report['digest']}"
+                f"{topic}: the ranks differ, and none of them goes on. "
+                f"Rank 0: {reports[0]['digest']}. Rank {rank}: {other['digest']}"
             )
-    return result, reports[0]["digest"]
+    return found, text, [other["note"] for other in reports]
 
 
 def _exchange(axis: Axis, topic: str, report: dict[str, Any]) -> list[dict[str, Any]]:

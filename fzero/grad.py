@@ -1,5 +1,6 @@
 """Gradients of pure functions, and recomputation: on `torch.func` and `torch.autograd`; knows nothing of ranks."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fzero.tree import Node, Outline, build
+from fzero.trace import constant, opaque
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,8 +28,17 @@ def value_and_grad(
     Variables that the value does not depend on have a zero gradient.
     """
     if torch.compiler.is_compiling():
-        gradients, (value, aux) = torch.func.grad_and_value(objective, has_aux=True)(list(variables))
-        return gradients, value, aux
+        treespecs: list[Any] = []
+
+        def flat(free: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            # torch.func takes None for a leaf, and its aux may hold tensors only
+            value, aux = objective(free)
+            leaves, treespec = optree.tree_flatten(aux)
+            treespecs.append(treespec)
+            return value, leaves
+
+        gradients, (value, leaves) = torch.func.grad_and_value(flat, has_aux=True)(list(variables))
+        return gradients, value, optree.tree_unflatten(treespecs[0], leaves)
     with torch.enable_grad():
         leaves = [variable.detach().requires_grad_() for variable in variables]
         value, aux = objective(leaves)
@@ -72,9 +82,9 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
             outputs = _run_parked(key, *tensors)
             return cast("R", _decode(key, iter(range(_token_count(key))), outputs))
         if torch._C._functorch.peek_interpreter_stack() is None:  # noqa: SLF001  (no public way to ask)
-            return cast("R", checkpoint(self.fn, *args, use_reentrant=False, **kwargs))
-        leaves, treespec = optree.tree_flatten((args, kwargs))
-        parked = _Recomputed(self.fn, lambda filled: treespec.unflatten(filled), leaves)
+            return checkpoint(functools.partial(self.fn, **kwargs), *args, use_reentrant=False)
+        leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)))
+        parked = _Recomputed(self.fn, treespec.unflatten, leaves)
         outputs = parked(*[leaf for leaf in leaves if isinstance(leaf, Tensor)])
         return cast("R", parked.rebuild(outputs))
 
@@ -125,7 +135,9 @@ def _apply(call: _Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
         def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
             # inside a transform, as in backward: random operations are decomposed in another way there than outside
             with _Record() as record:
-                _, _, outputs = torch.func.vjp(lambda idle: (idle, call.flat(inputs)), torch.zeros(()), has_aux=True)
+                _, _, outputs = torch.func.vjp(  # type: ignore[misc]  # has_aux adds a third
+                    lambda idle: (idle, call.flat(inputs)), torch.zeros(()), has_aux=True
+                )
             call.outputs = len(outputs)
             return (*outputs, *record.drawn)
 
@@ -148,7 +160,9 @@ def _apply(call: _Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
                 with _Replay(drawn):
                     return tuple(out for out in call.flat(filled) if _differentiable(out))
 
-            outputs, pull = torch.func.vjp(floats, *(inputs[place] for place in places))
+            outputs, pull = torch.func.vjp(  # type: ignore[misc]  # typed for has_aux
+                floats, *(inputs[place] for place in places)
+            )
             wanted = [gradient for gradient in gradients[: call.outputs] if _differentiable(gradient)]
             pulled = dict(zip(places, pull(tuple(wanted[: len(outputs)])), strict=True))
             return tuple(pulled.get(place) for place in range(ctx.inputs))
@@ -164,14 +178,14 @@ def _is_random(operation: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operation.tags
 
 
-class _Record(TorchDispatchMode):
+class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what every random operation returned."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.drawn: list[Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _is_random(func):
             # a copy: an operation in place, or a later one on its result, would change what is kept
@@ -179,15 +193,15 @@ class _Record(TorchDispatchMode):
         return result
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Returns what was drawn in forward, in the same order, instead of drawing again."""
 
     def __init__(self, drawn: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # operations arrive here below every transform of torch.func
         self.drawn = iter([torch.func.debug_unwrap(tensor) for tensor in drawn])
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_random(func):
             return func(*args, **(kwargs or {}))
         if func._schema.is_mutable:  # noqa: SLF001  (bernoulli_ and its like write into their first argument)
@@ -241,7 +255,7 @@ def _refill(shape: Any, leaves: Any) -> Any:
     return kind(*children) if hasattr(kind, "_fields") else kind(children)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _park(fn: Callable[..., Any], shape: Any) -> int:
     number = next(_numbers)
     count = _count(shape)
@@ -256,7 +270,7 @@ def _count(shape: Any) -> int:
     return sum(_count(child) for child in shape[2])
 
 
-@torch.compiler.allow_in_graph
+@opaque
 def _run_parked(number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     parked = _parked[number]
     outputs = parked.call(*tensors)
@@ -281,12 +295,12 @@ def _encode(tree: Any, places: dict[int, int]) -> list[int | str]:
     )
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _token_count(number: int) -> int:
     return len(_parked[number].tokens)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _token(number: int, place: int) -> int | str:
     return _parked[number].tokens[place]
 
@@ -297,7 +311,7 @@ def _decode(number: int, places: Any, outputs: Any) -> Any:
         return None
     if kind == "tensor":
         return outputs[_token(number, next(places))]
-    length = _token(number, next(places))
+    length = int(_token(number, next(places)))
     if kind == "dict":
         return {_token(number, next(places)): _decode(number, places, outputs) for _ in range(length)}
     children = [_decode(number, places, outputs) for _ in range(length)]

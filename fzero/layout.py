@@ -103,9 +103,7 @@ def make_layout(leaves: Sequence[LeafSpec], ranks: int, bucket_bytes: int = 25 *
     ([(0, 0), (1, 64)], 76)
     """
     if ranks < 1 or bucket_bytes < 1:
-        raise ValueError(
-            f"make_layout: ranks and bucket_bytes must be at least 1, got {ranks} and {bucket_bytes}"
-        )
+        raise ValueError(f"make_layout: ranks and bucket_bytes must be at least 1, got {ranks} and {bucket_bytes}")
     filling: dict[tuple[torch.dtype, Hashable, int | None], list[int]] = {}
     room: dict[tuple[torch.dtype, Hashable, int | None], int] = {}
     groups: list[list[int]] = []

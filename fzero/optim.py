@@ -308,7 +308,7 @@ class _Rule(NamedTuple):
     leaf: Callable[[_Leaf, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _adam(  # noqa: PLR0917 - the public arguments in their order
+def _adam(
     name: str, decoupled: bool, betas: tuple[float, float], eps: float, weight_decay: float, choices: tuple[Any, ...]
 ) -> Optimizer:
     beta1, beta2 = _betas(name, betas)

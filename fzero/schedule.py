@@ -111,7 +111,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, final: float
     )
 
 
-def _warmup(  # noqa: PLR0917 - the four public arguments between a name and a shape
+def _warmup(
     name: str, peak: float, warmup_steps: int, total_steps: int, final: float, shape: Callable[[Tensor], Tensor]
 ) -> Schedule:
     """Rise to `peak`, then move to `final` by shape(r), r in [0, 1] with shape(0) = 0 and shape(1) = 1."""

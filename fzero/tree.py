@@ -6,7 +6,7 @@ plain tuples and functions.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -91,7 +91,7 @@ def outline(tree: Tree) -> Outline:
     return walk(tree)
 
 
-def build(shape: Outline, leaves: Sequence[Any]) -> Tree:
+def build(shape: Outline, leaves: Sequence[Any] | Mapping[int, Any]) -> Tree:
     """Put a tree together: the inverse of taking its leaves. Dynamo traces this."""
     if isinstance(shape, int):
         return leaves[shape]

@@ -1,0 +1,188 @@
+"""Blocks: the parts of a model that stage 3 gathers as one, and the two wrappers that gather them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+
+import optree
+from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
+from torch import Tensor
+
+from fzero.grad import remat as recompute
+from fzero.tree import Tree
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Assemble = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Tree]
+
+
+class Sharded:
+    """The subtree of one block while it is sharded: this rank's shards, and how to gather them.
+
+    Pass it to a function wrapped by `fzero.block` or `fzero.remat`, which receives the gathered subtree in its place.
+    It cannot be used otherwise: any other access raises and names the block.
+
+    `shards` are this rank's pieces (C,) of the block's buckets, `proxies` their stand-ins (N*C,) made by
+    `fzero.comm.anchor`, `outside` the leaves of the subtree that are gathered once for the whole step.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tensors: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+        assemble: Assemble,
+    ) -> None:
+        self.path = path
+        self.tensors = tensors
+        self.assemble = assemble
+
+    def __repr__(self) -> str:
+        return f"Sharded({self.path!r})"
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise what any use but gathering raises."""
+        raise TypeError(
+            f"{what}: the parameters of block {self.path!r} are sharded here; "
+            "pass them to a function wrapped by fzero.block or fzero.remat, which gathers them"
+        )
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self.refuse(f"[{key!r}]")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse(f".{name}")
+
+    def __iter__(self) -> NoReturn:
+        self.refuse("iteration")
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        self.refuse("@")
+
+    def __rmatmul__(self, other: Any) -> NoReturn:
+        self.refuse("@")
+
+    def __add__(self, other: Any) -> NoReturn:
+        self.refuse("+")
+
+    def __radd__(self, other: Any) -> NoReturn:
+        self.refuse("+")
+
+    def __mul__(self, other: Any) -> NoReturn:
+        self.refuse("*")
+
+    def __rmul__(self, other: Any) -> NoReturn:
+        self.refuse("*")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse to be an argument of any torch function."""
+        everything: Any = (args, kwargs)
+        leaves: list[Any] = optree.tree_leaves(everything, is_leaf=is_sharded)
+        next(leaf for leaf in leaves if is_sharded(leaf)).refuse(getattr(func, "__name__", str(func)))
+        raise AssertionError  # not reached: refuse raises
+
+
+def _flatten(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
+    return list(node.tensors), (node.path, node.assemble), ("shards", "proxies", "outside")
+
+
+def _unflatten(metadata: Any, children: Any) -> Any:
+    return Sharded(metadata[0], tuple(children), metadata[1])
+
+
+optree.register_pytree_node(
+    Sharded,
+    _flatten,
+    _unflatten,
+    namespace=GLOBAL_NAMESPACE,
+)
+
+
+def is_sharded(node: Any) -> bool:
+    """Return whether a node is a block's subtree while sharded."""
+    return isinstance(node, Sharded)
+
+
+# a sharded subtree as remat can take it apart: the tuple (mark, assemble, shards, proxies, outside)
+_MARK = "fzero.Sharded"
+
+
+def _take_apart(node: Any) -> Any:
+    """Replace every `Sharded` in a tree of arguments by a tuple. Dynamo traces this."""
+    if isinstance(node, Sharded):
+        shards, proxies, outside = node.tensors
+        return (_MARK, node.assemble, tuple(shards), tuple(proxies), tuple(outside))
+    if isinstance(node, Tensor):
+        return node
+    if isinstance(node, dict):
+        return type(node)([(key, _take_apart(child)) for key, child in node.items()])
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*[_take_apart(child) for child in node])
+    if isinstance(node, (tuple, list)):
+        return type(node)([_take_apart(child) for child in node])
+    return node
+
+
+def _is_handle(node: Any) -> bool:
+    return type(node) is tuple and len(node) == 5 and isinstance(node[0], str) and node[0] == _MARK
+
+
+def _gather_and_call(fn: Callable[..., R], args: Any, kwargs: Any) -> R:
+    """Call a function with every sharded subtree among its arguments gathered."""
+    everything: Any = (args, kwargs)
+    args, kwargs = optree.tree_map(
+        lambda leaf: leaf[1](*leaf[2:]) if _is_handle(leaf) else leaf, everything, is_leaf=_is_handle
+    )
+    return fn(*args, **kwargs)
+
+
+def _has_sharded(node: Any) -> bool:
+    if isinstance(node, Sharded):
+        return True
+    if isinstance(node, dict):
+        return any(_has_sharded(child) for child in node.values())
+    if isinstance(node, (tuple, list)):
+        return any(_has_sharded(child) for child in node)
+    return False
+
+
+class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands for)
+    """Recompute a function in backward instead of keeping its activations; gather what is sharded, twice.
+
+    Every `fzero.Sharded` among the arguments is all-gathered in forward, and again in backward; its gradient is
+    scattered once. Where nothing is sharded this is activation checkpointing and communicates nothing.
+    See `fzero.grad.remat` for what arguments and outputs may be.
+    """
+
+    def __init__(self, fn: Callable[P, R]) -> None:
+        if not callable(fn):
+            raise TypeError(f"{type(self).__name__}: takes a function, got {type(fn).__name__}")
+        self.fn = fn
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function on trees of tensors and sharded subtrees."""
+        if not _has_sharded((args, kwargs)):
+            return recompute(self.fn)(*args, **kwargs)
+        return recompute(_gather_and_call)(self.fn, _take_apart(args), _take_apart(kwargs))
+
+
+class block(remat[P, R]):  # noqa: N801
+    """Gather what is sharded among the arguments of a function, in forward and again in backward.
+
+    Every `fzero.Sharded` among the arguments is all-gathered in forward, and again in backward; its gradient is
+    scattered once. Where nothing is sharded it calls the function and does nothing else. In stage 3 it recomputes the
+    function in backward, as `fzero.remat` does.
+
+    >>> double = block(lambda params, x: params["scale"] * x)
+    >>> import torch
+    >>> double({"scale": torch.tensor(2.0)}, torch.tensor(3.0))
+    tensor(6.)
+    """
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function on trees of tensors and sharded subtrees."""
+        if not _has_sharded((args, kwargs)):
+            return self.fn(*args, **kwargs)
+        return super().__call__(*args, **kwargs)

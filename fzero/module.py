@@ -1,0 +1,193 @@
+"""From an `nn.Module` to a pure loss function, its parameters and its buffers."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fzero.block import Sharded, block
+
+_SLOT = "fzero_sharded"
+"""The attribute of a block's module that holds its sharded parameters during one call of the loss function."""
+
+
+class ModuleLoss:
+    """The loss of a module as a pure function of its parameters (and buffers) and a batch.
+
+    Made by `from_module`. `blocks` are the names of the submodules that stage 3 gathers as one; `shared` are the
+    parameters inside them that are reachable from elsewhere too and therefore count as outside.
+    """
+
+    def __init__(self, module: nn.Module, criterion: Callable[..., Any], blocks: Iterable[str]) -> None:
+        self._skeleton = _skeleton(module)
+        self._criterion = criterion
+        self._has_buffers = next(iter(module.named_buffers()), None) is not None
+        self.blocks = tuple(blocks)
+        self._units = _skeleton(module)
+        shared = _shared(self._units, self.blocks)
+        self.shared = frozenset(name for name, parameter in self._units.named_parameters() if parameter in shared)
+        for name in self.blocks:
+            _make_unit(self._units.get_submodule(name), shared)
+
+    def __call__(self, params: dict[str, Any], *rest: Any) -> Any:
+        """Return the loss, or (loss, new buffers) for a module with buffers; the old buffers are not changed."""
+        if not self._has_buffers:
+            (batch,) = rest
+            return self._loss(params, {}, batch)
+        buffers, batch = rest
+        updated = {name: buffer.clone() for name, buffer in buffers.items()}
+        loss = self._loss(params, updated, batch)
+        return loss, OrderedDict([(name, updated[name]) for name in buffers])
+
+    def _loss(self, params: dict[str, Any], buffers: dict[str, Tensor], batch: Any) -> Any:
+        inputs, targets = batch
+        args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+        kwargs = inputs if isinstance(inputs, dict) else {}
+        plain = {name: leaf for name, leaf in params.items() if not isinstance(leaf, Sharded)}
+        if len(plain) == len(params):
+            output = functional_call(self._skeleton, (plain, buffers), args, kwargs)
+            return self._criterion(output, targets)
+        sharded = {name: leaf for name, leaf in params.items() if isinstance(leaf, Sharded)}
+        for name, leaf in sharded.items():
+            setattr(self._units.get_submodule(name), _SLOT, leaf)
+        output = functional_call(self._units, (plain, buffers), args, kwargs)
+        for name in sharded:
+            setattr(self._units.get_submodule(name), _SLOT, None)
+        return self._criterion(output, targets)
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """Copy a module, its flags and its ties, but none of its parameters and buffers: those are on meta."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
+
+
+def _shared(module: nn.Module, blocks: tuple[str, ...]) -> set[nn.Parameter]:
+    """Return the parameters that are reachable from a block and from outside it too."""
+    homes: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        home = next((prefix for prefix in blocks if name.startswith(f"{prefix}.")), "")
+        homes.setdefault(parameter, set()).add(home)
+    return {parameter for parameter, where in homes.items() if len(where) > 1}
+
+
+def _make_unit(unit: nn.Module, shared: set[nn.Parameter]) -> None:
+    """Turn a block of the skeleton into one whose forward gathers its sharded parameters."""
+    inner = copy.deepcopy(unit)
+    buffer_names = [name for name, _ in unit.named_buffers()]
+    shared_names = [name for name, parameter in unit.named_parameters() if parameter in shared]
+
+    def run(sharded: dict[str, Tensor], others: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        buffers = {name: others[name].clone() for name in buffer_names}
+        output = functional_call(inner, {**others, **sharded, **buffers}, args, kwargs)
+        return output, buffers
+
+    gathered = block(run)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        others = {name: _current(self, name) for name in (*shared_names, *buffer_names)}
+        output, buffers = gathered(getattr(self, _SLOT), others, args, kwargs)
+        for name in buffer_names:
+            others[name].copy_(buffers[name])
+        return output
+
+    unit.__class__ = type(type(unit).__name__, (type(unit),), {"forward": forward, _SLOT: None})
+
+
+def _current(module: nn.Module, name: str) -> Tensor:
+    """Return the tensor that stands under a parameter's name now (functional_call may have put a plain one there)."""
+    *path, last = name.split(".")
+    for step in path:
+        module = getattr(module, step)
+    return getattr(module, last)  # type: ignore[no-any-return]
+
+
+def _default_blocks(module: nn.Module) -> list[str]:
+    """Return the names of the entries of the `ModuleList` or `Sequential` that holds the most parameters."""
+    best: list[str] = []
+    most = 0
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            count = sum(parameter.numel() for parameter in child.parameters())
+            if count > most:
+                most = count
+                prefix = f"{name}." if name else ""
+                best = [f"{prefix}{key}" for key, entry in child.named_children() if _has_parameters(entry)]
+    return best
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def from_module(
+    module: nn.Module, criterion: Callable[..., Any], blocks: Iterable[nn.Module] | None = None
+) -> tuple[ModuleLoss, dict[str, Tensor], dict[str, Tensor] | None]:
+    """Return (loss_fn, params, buffers) of a module; the module is never changed.
+
+    ``loss_fn(params, batch)`` is ``criterion(module(inputs), targets)`` with ``batch = (inputs, targets)``; `inputs` is
+    the module's argument, a tuple of arguments, or a dict of keyword arguments. With buffers it is
+    ``loss_fn(params, buffers, batch) -> (loss, new_buffers)``. `criterion` returns a scalar, a mean over the batch, or
+    `fzero.Mean`. `params` and `buffers` are dicts by name in registration order that share memory with the module until
+    an engine copies them; a tied parameter stands there once, under its first name. `buffers` is None for a module
+    without any. The ``training`` flag of every submodule is frozen at this call, so
+    ``from_module(module.eval(), ...)`` gives the loss function for `evaluate`.
+
+    Parameters
+    ----------
+    module
+        Any module that `torch.func.functional_call` can run.
+    criterion
+        ``criterion(output, targets)``.
+    blocks
+        Submodules that stage 3 gathers as one, each called through its forward. Default: the entries of the
+        `nn.ModuleList` or `nn.Sequential` with the most parameters.
+
+    Raises
+    ------
+    ValueError
+        If a block is not a submodule, has no parameters or lies inside another one; if a parameter is frozen.
+
+    Examples
+    --------
+    >>> loss_fn, params, buffers = from_module(nn.Linear(2, 1), nn.functional.mse_loss)
+    >>> list(params), buffers is None
+    (['weight', 'bias'], True)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"from_module: module must be an nn.Module, got {type(module).__name__}")
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            raise ValueError(
+                f"from_module: parameter {name!r} is frozen (requires_grad is False) and frozen parameters are not "
+                "supported yet; pass it as a buffer or a constant, or make it trainable"
+            )
+    names = _default_blocks(module) if blocks is None else _names(module, blocks)
+    params = OrderedDict((name, parameter.detach()) for name, parameter in module.named_parameters())
+    buffers = OrderedDict((name, buffer.detach()) for name, buffer in module.named_buffers())
+    return ModuleLoss(module, criterion, names), params, buffers or None
+
+
+def _names(module: nn.Module, blocks: Iterable[nn.Module]) -> list[str]:
+    known = {id(child): name for name, child in module.named_modules()}
+    names: list[str] = []
+    for place, entry in enumerate(blocks):
+        name = known.get(id(entry), "")
+        if not name:
+            raise ValueError(
+                f"from_module: blocks[{place}] must be a submodule of the module, got {type(entry).__name__}"
+            )
+        if not _has_parameters(entry):
+            raise ValueError(f"from_module: block {name!r} has no parameters; leave it out")
+        names.append(name)
+    for inner in names:
+        for outer in names:
+            if inner.startswith(f"{outer}."):
+                raise ValueError(f"from_module: block {inner!r} lies inside block {outer!r}; pass one of them")
+    return list(dict.fromkeys(names))

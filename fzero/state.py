@@ -1,0 +1,59 @@
+"""What goes in and out of a step: state, metrics, and the loss as a mean of its own."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fzero.tree import Tree
+
+
+class State(NamedTuple):
+    """Everything that training carries from step to step: a tree of tensors, nothing else.
+
+    In stages 1 to 3 every rank holds 1/N of each bucket and of each moment; in stage 0 all of them. `engine.params`,
+    `engine.buffers` and `engine.opt_state` give the full trees.
+    """
+
+    params: tuple[Tensor, ...]
+    """One flat buffer a bucket: this rank's shard (C,), or in stage 0 the bucket (N*C,)."""
+    opt_state: Any
+    """The optimizer's state on the tuple of buckets."""
+    buffers: Tree
+    """The user's buffers, replicated."""
+    fixed: tuple[Tensor, ...]
+    """Integer and bool leaves of the parameters, carried unchanged."""
+    step: Tensor
+    """0-d int64: how many updates have been applied (a skipped step does not count)."""
+
+
+class Metrics(NamedTuple):
+    """What a step reports: 0-d tensors, equal on all ranks, but for `aux`."""
+
+    loss: Tensor
+    """Mean over ranks and micro-batches, of the parameters before the update."""
+    grad_norm: Tensor
+    """Global L2 norm of the mean gradient, before clipping."""
+    skipped: Tensor
+    """bool: a gradient was not finite, and nothing was changed."""
+    step: Tensor
+    """int64: how many updates have been applied, this one included."""
+    aux: Tree = None
+    """What the loss function returned beside the loss, on this rank, stacked over micro-batches."""
+
+
+class Mean(NamedTuple):
+    """A loss that is a sum and a count; its mean is taken over all ranks and micro-batches together.
+
+    A loss function that averages over its own valid tokens gives a token on a rank with few of them more weight than
+    one on a rank with many. Returning ``Mean(total, count)`` makes loss and gradient those of
+    sum(total) / sum(count). A rank may have count 0; if all have, loss and gradient are zero.
+
+    >>> import torch
+    >>> Mean(torch.tensor(6.0), torch.tensor(6)).count
+    tensor(6)
+    """
+
+    total: Tensor
+    """0-d floating: the sum of the losses."""
+    count: Tensor | float  # type: ignore[assignment]  # the contract's name hides tuple.count
+    """0-d: how many of them."""

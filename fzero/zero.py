@@ -1,0 +1,407 @@
+"""The functional engine: `init`, `step`, and the full trees on demand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fzero.binding import Binding, Inspected, bind, block_names, inspect
+from fzero.comm import agree, axis_of, from_rank0, gather, new_token
+from fzero.layout import Bucket, pack, shard
+from fzero.optim import Optimizer
+from fzero.stages import Parts, Program, Totals, loss_dtype
+from fzero.state import Metrics, State
+from fzero.tree import Tree, build, outline, paths_and_leaves, show_path, structure
+
+POLICIES = ("none", "rank0", "mean")
+
+
+class Zero:
+    """ZeRO for a pure loss function: parameters, gradients and optimizer state in shards, one step function.
+
+    ``loss_fn(params, batch) -> loss``; with buffers ``loss_fn(params, buffers, batch) -> (loss, new_buffers)``; with
+    `has_aux` one more element at the end. The loss is the mean over ranks and micro-batches of what `loss_fn` returns,
+    or with `fzero.Mean` the mean over all counted items. The stage never changes the numbers: eagerly on CPU all four
+    give the same bits.
+
+    Parameters
+    ----------
+    loss_fn
+        A pure function; it gets this rank's own batch.
+    opt
+        The optimizer, `fzero.adamw(...)` for one.
+    stage
+        0: everything replicated. 1: optimizer state and parameters sharded at rest. 2: gradients sharded too.
+        3: parameters gathered block by block.
+    mesh
+        A 1-D `DeviceMesh` over all ranks, or None for the default process group, or none at all for a world of one.
+    blocks
+        Path prefixes of what stage 3 gathers as one (plain paths such as ``"layers.0"`` or tuples of keys); a `loss_fn`
+        from `fzero.from_module` brings its own.
+    clip_norm
+        Largest global L2 norm of the mean gradient; it is scaled by min(1, clip_norm / (norm + 1e-6)).
+    accumulate
+        Micro-batches a step; the leading dim of every batch leaf is split evenly.
+    bucket_bytes
+        Cap of a bucket, in bytes.
+    buffer_policy
+        What happens to floating buffers across ranks at the end of a step: "rank0" (rank 0's values everywhere),
+        "mean", or "none" (every rank keeps its own). Others are never averaged.
+    compile
+        Compile the step with ``torch.compile(fullgraph=True)``.
+    has_aux
+        Whether `loss_fn` returns something of its own as its last element.
+    donate
+        Write the new state into the old one's memory (the old one must not be used again), or leave the old one intact.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument; for example if ``WORLD_SIZE`` is above 1 and there is no process group.
+
+    Examples
+    --------
+    >>> import fzero, torch
+    >>> engine = fzero.Zero(lambda params, x: (params["w"] * x).square().mean(), fzero.sgd(0.1))
+    >>> state = engine.init({"w": torch.tensor(1.0)})
+    >>> state, metrics = engine.step(state, torch.ones(4))
+    >>> engine.params(state)["w"], int(metrics.step)
+    (tensor(0.8000), 1)
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        opt: Optimizer,
+        stage: int = 2,
+        *,
+        mesh: DeviceMesh | None = None,
+        blocks: Sequence[Any] | None = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        bucket_bytes: int = 25 * 2**20,
+        buffer_policy: str = "rank0",
+        compile: bool = False,  # noqa: A002  (the public contract's name)
+        has_aux: bool = False,
+        donate: bool = True,
+    ) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn: must be a function, got {type(loss_fn).__name__}")
+        if not isinstance(opt, Optimizer):
+            raise TypeError(f"opt: must be a fzero.Optimizer such as fzero.adamw(...), got {type(opt).__name__}")
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage: must be 0, 1, 2 or 3, got {stage!r}")
+        if clip_norm is not None and not 0 < clip_norm < float("inf"):
+            raise ValueError(f"clip_norm: must be a positive finite number or None, got {clip_norm!r}")
+        for name, value in (("accumulate", accumulate), ("bucket_bytes", bucket_bytes)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: must be an integer of at least 1, got {value!r}")
+        if buffer_policy not in POLICIES:
+            raise ValueError(f"buffer_policy: must be one of {', '.join(POLICIES)}, got {buffer_policy!r}")
+        own_blocks = getattr(loss_fn, "blocks", ())
+        if blocks is not None and own_blocks:
+            raise ValueError("blocks: this loss_fn brings its own; pass blocks to fzero.from_module instead")
+        self._blocks = block_names(own_blocks if blocks is None else blocks)
+        if stage == 3 and not self._blocks:
+            raise ValueError("blocks: stage 3 needs the parts that are gathered as one; pass blocks=, path prefixes")
+        self._shared = frozenset(getattr(loss_fn, "shared", ()))
+        self._loss_fn, self._opt, self._stage = loss_fn, opt, stage
+        self._clip_norm, self._accumulate, self._bucket_bytes = clip_norm, accumulate, bucket_bytes
+        self._buffer_policy, self._compile, self._has_aux, self._donate = buffer_policy, compile, has_aux, donate
+        self._axis = axis_of(mesh)
+        self._bound: tuple[str, str | None, Program] | None = None
+        self._batch_agreed = False
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    # --- init ------------------------------------------------------------------------------------------------------
+
+    def init(self, params: Tree, buffers: Tree = None) -> State:
+        """Bind the layout to a tree of parameters and return the first state. Collective.
+
+        Rank 0's values win on every rank. Leaves are floating tensors of any shape, dtype and stride; they are copied
+        by logical order and come back contiguous. Integer and bool leaves are carried unchanged. Tied leaves (the same
+        memory, shape and strides) are one leaf. Leaves may be on meta on the ranks other than 0.
+
+        Communicates a digest of tree and settings through the store, then every bucket, from rank 0 (broadcast).
+
+        Raises
+        ------
+        TypeError, ValueError
+            On every rank, if any rank's tree is refused, if the ranks' trees or settings differ, or if the structure is
+            not that of an earlier `init` of this engine.
+        """
+
+        def check() -> Inspected:
+            for path, buffer in paths_and_leaves(buffers):
+                if not isinstance(buffer, Tensor):
+                    raise TypeError(f"buffers: leaf {show_path(path)} must be a tensor, got {type(buffer).__name__}")
+            return inspect(params, self._opt, self._axis, self._blocks, self._shared)
+
+        def describe(inspected: Inspected) -> str:
+            kinds = [(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in paths_and_leaves(buffers)]
+            settings = (self._stage, self._clip_norm, self._accumulate, self._bucket_bytes, self._buffer_policy)
+            return (
+                f"{inspected.digest()}; buffers {structure(buffers)} {kinds}; "
+                f"stage, clip_norm, accumulate, bucket_bytes, buffer_policy {settings}; "
+                f"compile {self._compile}, has_aux {self._has_aux}, donate {self._donate}"
+            )
+
+        inspected, digest, notes = agree(
+            self._axis, "init", check, describe, lambda found: {"ties": found.ties, "meta": found.meta}
+        )
+        if notes[0]["meta"]:
+            raise ValueError("params: all leaves of rank 0 are on meta, so there are no values to start from")
+        ties = tuple(notes[0]["ties"])
+        for rank, note in enumerate(notes):
+            if not note["meta"] and tuple(note["ties"]) != ties:
+                raise ValueError(f"params: rank {rank} ties leaves {note['ties']}, rank 0 {notes[0]['ties']}")
+        if self._bound is None:
+            binding = bind(inspected, ties, self._axis, outline(params), self._bucket_bytes)
+            self._bound = (digest, None, self._program(binding, buffers is not None))
+        elif self._bound[0] != digest or self._bound[2].binding.ties != ties:
+            raise ValueError(
+                "params: another structure than at this engine's first init, which fixed its layout; "
+                f"build a new engine for it. First: {self._bound[0]}; now: {digest}"
+            )
+        return self._first_state(self._bound[2].binding, params, buffers)
+
+    def _program(self, binding: Binding, has_buffers: bool) -> Program:
+        probe = torch.empty(7)  # a shape that no scalar of an optimizer has
+        example = self._opt.init(probe)
+        return Program(
+            self._loss_fn,
+            self._opt,
+            self._stage,
+            binding,
+            opt_outline=outline(example),
+            opt_like=tuple(leaf.shape == probe.shape for leaf in optree.tree_leaves(example)),
+            clip_norm=self._clip_norm,
+            buffer_policy=self._buffer_policy,
+            has_aux=self._has_aux,
+            has_buffers=has_buffers,
+            donate=self._donate,
+        )
+
+    def _first_state(self, binding: Binding, params: Tree, buffers: Tree) -> State:
+        device, leaves = binding.inspected.device, optree.tree_leaves(params)
+
+        def own(tensor: Tensor) -> Tensor:
+            empty = tensor.device.type == "meta"
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if empty else tensor.detach().clone()
+            return from_rank0(copy.contiguous(), self._axis)
+
+        shards = tuple(self._first_shard(binding, bucket, leaves) for bucket in binding.layout.buckets)
+        opt_state = self._opt.init(shards) if shards else self._opt.init(())
+        return State(
+            shards,
+            opt_state,
+            optree.tree_map(own, buffers),
+            tuple(own(leaves[place]) for place in binding.fixed),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
+
+    def _first_shard(self, binding: Binding, bucket: Bucket, leaves: Sequence[Tensor]) -> Tensor:
+        if binding.inspected.meta:
+            full = torch.zeros(bucket.length, dtype=bucket.dtype, device=binding.inspected.device)
+        else:
+            full = pack(bucket, [leaves[binding.trained[slot.leaf]].detach() for slot in bucket.slots])
+        full = from_rank0(full, self._axis)
+        return full if self._stage == 0 else shard(full, self._axis.size, self._axis.rank).clone()
+
+    # --- step ------------------------------------------------------------------------------------------------------
+
+    def step(self, state: State, batch: Tree) -> tuple[State, Metrics]:
+        """Run one training step. Collective.
+
+        `batch` is this rank's own: a tree of tensors with one leading dim, split evenly into `accumulate`
+        micro-batches. A gradient that is not finite on any rank makes the step the identity on all of them, and
+        ``metrics.skipped`` true. With `donate` the old state's memory holds the new state.
+
+        Communicates, for S bytes of buckets and A micro-batches, times (N-1)/N: stages 0 and 1 2S, stage 2 (A+1)S,
+        stage 3 3A times the block buckets and A+1 times the rest; besides one all-gather of 32 bytes and one
+        collective for floating buffers.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the state is not of this engine, or the batch is not a tree of tensors with one leading dim that
+            `accumulate` divides, or `loss_fn` does not return what it must. At the first step a fault in one rank's
+            batch is raised on all ranks.
+        """
+        program = self._ready(state)
+        micros = self._micro_batches(batch)
+        parts = self._parts(state)
+        if len(micros) == 1:
+            new, loss, norm, skipped, step, aux = self._run(program, "whole", parts, micros[0])
+        else:
+            sums, totals, auxes = self._accumulated(program, parts, micros)
+            aux = optree.tree_map(lambda *leaves: torch.stack(leaves), auxes[0], *auxes[1:])
+            new, loss, norm, skipped, step = self._run(program, "finish", parts, sums, totals)
+        metrics = Metrics(loss, norm, skipped, step, aux)
+        return (state if new is None else self._state(state, new)), metrics
+
+    def _accumulated(
+        self, program: Program, parts: Parts, micros: Sequence[Tree]
+    ) -> tuple[list[Tensor], Totals, list[Tree]]:
+        """Run all micro-batches; gather once at the head, sum their gradients and totals."""
+        fulls = program.head(parts.shards)
+        sums = [torch.zeros_like(leaf) for leaf in (parts.shards if self._stage >= 2 else fulls)]
+        zero = torch.zeros((), dtype=torch.float64, device=parts.step.device)
+        totals = Totals(zero, zero, parts.buffers, None, zero)
+        auxes = []
+        for micro in micros:
+            carried = (sums, totals.total, totals.counted, totals.buffers)
+            totals = self._run(program, "micro", parts, fulls, carried, micro)
+            auxes.append(totals.aux)
+        return sums, totals._replace(aux=None), auxes
+
+    def _run(self, program: Program, name: str, *args: Any) -> Any:
+        """Call a part of the program, compiled if so asked."""
+        function: Callable[..., Any] = getattr(program, name)
+        if not self._compile:
+            return function(*args)
+        key = (program.loss_fn, name)
+        if key in self._compiled:
+            return self._compiled[key](*args)
+        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
+        self._compiled[key] = compiled
+        return compiled(*args)
+
+    def grads(self, state: State, batch: Tree) -> tuple[Tree, Tensor]:
+        """Return the full tree of the mean gradient (before clipping) and the loss, without an update. Collective.
+
+        Leaves that are carried unchanged have None. Communicates what a step does and gathers every bucket once more.
+        """
+        program = self._ready(state)
+        micros = self._micro_batches(batch)
+        parts = self._parts(state)
+        sums, totals, _ = self._accumulated(program, parts, micros)
+        reduced = program.reduce(sums)
+        loss, _, _, count = program.control(reduced, totals)
+        means = [gradient / count.to(gradient.dtype) for gradient in reduced]
+        gathered = [gather(mean, new_token(mean), self._axis)[0] for mean in means]
+        return self._full(program.binding, gathered), loss.to(loss_dtype(totals))
+
+    def evaluate(self, state: State, batch: Tree, loss_fn: Callable[..., Any] | None = None) -> tuple[Tensor, Tree]:
+        """Return (mean loss over ranks, this rank's aux or None); no gradient, no change. Collective.
+
+        `loss_fn` replaces the training one (dropout off, running statistics), with the same arguments and results.
+        The batch is taken whole, not in micro-batches.
+        """
+        program = self._ready(state)
+        if loss_fn is not None:
+            program = replace(program, loss_fn=loss_fn)
+        self._check_batch(batch, 1)
+        return self._run(program, "mean_loss", self._parts(state), batch)  # type: ignore[no-any-return]
+
+    # --- full trees ------------------------------------------------------------------------------------------------
+
+    def params(self, state: State) -> Tree:
+        """Return the full tree: structure, shapes, dtypes and ties as given to `init`, own memory. Collective."""
+        program = self._ready(state)
+        return self._full(program.binding, self._gathered(state.params), state.fixed)
+
+    def buffers(self, state: State) -> Tree:
+        """Return a copy of this rank's buffers; equal on all ranks unless the policy is "none"."""
+        self._ready(state)
+        return optree.tree_map(lambda buffer: buffer.clone(), state.buffers)
+
+    def opt_state(self, state: State) -> Any:
+        """Return the optimizer's state with full trees in place of buckets. Collective."""
+        program = self._ready(state)
+        leaves = [
+            self._full(program.binding, self._gathered(leaf)) if like else leaf.clone()
+            for like, leaf in zip(program.opt_like, self._parts(state).opt_leaves, strict=True)
+        ]
+        return build(program.opt_outline, leaves)
+
+    def _gathered(self, buckets: Sequence[Tensor]) -> list[Tensor]:
+        if self._stage == 0:
+            return list(buckets)
+        return [gather(leaf, new_token(leaf), self._axis)[0] for leaf in buckets]
+
+    def _full(self, binding: Binding, buckets: Sequence[Tensor], fixed: Sequence[Tensor] | None = None) -> Tree:
+        """Return the user's tree from gathered buckets; tied leaves are one tensor; None where nothing is carried."""
+        copies: dict[int, Tensor] = {}
+        carried = fixed if fixed is not None else ()
+        whole = binding if fixed is not None else replace(binding, fixed=())
+        leaves = whole.leaves_of(dict(enumerate(buckets)), carried)
+        for place, leaf in leaves.items():
+            source = binding.ties[place]
+            if source not in copies:
+                copies[source] = leaf.clone()
+        return binding.tree({place: copies[binding.ties[place]] for place in leaves})
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def _ready(self, state: State) -> Program:
+        if self._bound is None:
+            raise ValueError("engine: call init(params) first")
+        program = self._bound[2]
+        layout = program.binding.layout
+        lengths = [bucket.length if self._stage == 0 else layout.shard_length(bucket) for bucket in layout.buckets]
+        if not isinstance(state, State):
+            raise TypeError(f"state: must be what init or step returned, got {type(state).__name__}")
+        if [tuple(leaf.shape) for leaf in state.params] != [(length,) for length in lengths]:
+            raise ValueError("state: was not made by this engine (its buckets differ); use the engine that made it")
+        return program
+
+    def _micro_batches(self, batch: Tree) -> list[Tree]:
+        if self._batch_agreed:
+            size = self._check_batch(batch, self._accumulate)
+        else:
+            size, _, _ = agree(
+                self._axis,
+                "the first step",
+                lambda: self._check_batch(batch, self._accumulate),
+                lambda _: f"batch {structure(batch)} of {[str(leaf.dtype) for leaf in optree.tree_leaves(batch)]}",
+            )
+            self._batch_agreed = True
+        if self._accumulate == 1:
+            return [batch]
+        part = size // self._accumulate
+        return [
+            optree.tree_map(lambda leaf, at=at: leaf[at * part : (at + 1) * part], batch)
+            for at in range(self._accumulate)
+        ]
+
+    def _check_batch(self, batch: Tree, divisor: int) -> int:
+        """Return the leading dim of a batch."""
+        found = paths_and_leaves(batch)
+        if not found:
+            raise ValueError("batch: has no leaves; pass a tree of tensors with one leading dim")
+        for path, leaf in found:
+            if not isinstance(leaf, Tensor):
+                raise TypeError(f"batch: leaf {show_path(path)} must be a tensor, got {type(leaf).__name__}")
+            if leaf.ndim == 0:
+                raise ValueError(f"batch: leaf {show_path(path)} is 0-d; every leaf needs the leading (batch) dim")
+        size = int(found[0][1].shape[0])
+        for path, leaf in found:
+            if leaf.shape[0] != size:
+                raise ValueError(
+                    f"batch: leaf {show_path(path)} has leading dim {leaf.shape[0]}, "
+                    f"leaf {show_path(found[0][0])} has {size}; they must be equal"
+                )
+        if size % divisor:
+            raise ValueError(f"accumulate: {divisor} micro-batches do not divide the batch's leading dim {size}")
+        return size
+
+    # --- state and its parts ---------------------------------------------------------------------------------------
+
+    def _parts(self, state: State) -> Parts:
+        buckets = len(state.params)
+        like = self._bound[2].opt_like if self._bound else ()
+        flat = iter(optree.tree_leaves(state.opt_state))
+        leaves = tuple(tuple(next(flat) for _ in range(buckets)) if is_like else next(flat) for is_like in like)
+        return Parts(state.params, leaves, state.buffers, state.fixed, state.step)
+
+    def _state(self, old: State, parts: Parts) -> State:
+        flat: list[Tensor] = []
+        for leaf in parts.opt_leaves:
+            flat += list(leaf) if isinstance(leaf, tuple) else [leaf]
+        opt_state = optree.tree_unflatten(optree.tree_structure(old.opt_state), flat)
+        return State(parts.shards, opt_state, parts.buffers, parts.fixed, parts.step)
