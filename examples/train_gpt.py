@@ -188,10 +188,11 @@ def train(options: argparse.Namespace, rank: int, world: int, device: torch.devi
 
     losses: list[Tensor] = []
     evaluated: list[tuple[int, float]] = []
+    milestones = {round(options.steps * part / EVALUATIONS) for part in range(EVALUATIONS + 1)}
     started = time.perf_counter()
     with tqdm(total=options.steps, unit="step", disable=None if rank == 0 else True) as bar:
         for step in range(options.steps + 1):
-            if step % max(1, options.steps // EVALUATIONS) == 0 or step == options.steps:
+            if step in milestones:
                 loss, _ = engine.evaluate(state, validation, loss_fn=eval_loss_fn)
                 evaluated.append((step, float(loss)))
                 if rank == 0:
