@@ -37,19 +37,21 @@ class Axis:
     rank: int = 0
     group: str = ""
     native: bool = True
-    """Whether the backend has a reduce-scatter of its own (gloo's runs an all-reduce and moves twice the bytes)."""
+    """Whether CUDA tensors have a backend with a reduce-scatter of its own; gloo's runs an all-reduce."""
     process_group: Any = field(default=None, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:
         """Where tensors live on this rank if nothing else says so."""
-        if self.process_group is None or not _supports(self.process_group, "cuda"):
+        if self.process_group is None or not self.native or not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
 
-def _supports(group: Any, device: str) -> bool:
-    return any(kind.type == device for kind in group._device_types)  # noqa: SLF001  (no public way to ask)
+def _has_native_scatter(group: Any) -> bool:
+    # not get_backend: of a group made without naming one it says "undefined", and of gloo that it does CUDA too
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return backends.get("cuda", "gloo") != "gloo"
 
 
 def axis_of(mesh: DeviceMesh | None) -> Axis:
@@ -90,8 +92,7 @@ def axis_of(mesh: DeviceMesh | None) -> Axis:
         raise ValueError("mesh: this rank is not in it; pass a mesh over all ranks, or none")
     if size == 1:
         return Axis()
-    native = "gloo" not in dist.get_backend(group)
-    return Axis(size, rank, group.group_name, native, group)  # type: ignore[union-attr]
+    return Axis(size, rank, group.group_name, _has_native_scatter(group), group)  # type: ignore[union-attr]
 
 
 # --- the operations, not differentiable ------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def _all_gather(shard: Tensor, size: int, group: str) -> Tensor:
 
 def _reduce_scatter(full: Tensor, size: int, group: str, native: bool) -> Tensor:
     full = full.contiguous()
-    if native:
+    if native and full.is_cuda:
         return _ops.wait_tensor(_ops.reduce_scatter_tensor(full, "sum", size, group))  # type: ignore[no-any-return]
     length = full.numel() // size
     pieces = _ops.wait_tensor(_ops.all_to_all_single(full, [length] * size, [length] * size, group))
