@@ -469,6 +469,7 @@ def check_absent(rank: int, world: int, absent: int) -> str | None:
     store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=2))
     axis = axis_of(None)
+    dist.barrier()  # a rank that ends while the others still connect to it is another failure
     if rank == absent:
         return None
     began = time.monotonic()
