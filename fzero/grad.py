@@ -151,7 +151,8 @@ def _apply(call: _Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
             inputs, drawn = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
-            places = [place for place, tensor in enumerate(inputs) if _differentiable(tensor)]
+            # only what is differentiated: a buffer that is updated in place must not become part of a graph
+            places = [place for place in range(ctx.inputs) if ctx.needs_input_grad[place]]
 
             def floats(*variables: Tensor) -> tuple[Tensor, ...]:
                 filled = list(inputs)

@@ -91,10 +91,12 @@ def _make_unit(unit: nn.Module, shared: set[nn.Parameter]) -> None:
     gathered = block(run)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        others = {name: _current(self, name) for name in (*shared_names, *buffer_names)}
+        others = {name: _current(self, name) for name in shared_names}
+        # copies: the recomputation in backward must see the buffers as they were
+        others.update({name: _current(self, name).clone() for name in buffer_names})
         output, buffers = gathered(getattr(self, _SLOT), others, args, kwargs)
         for name in buffer_names:
-            others[name].copy_(buffers[name])
+            _current(self, name).copy_(buffers[name])
         return output
 
     unit.__class__ = type(type(unit).__name__, (type(unit),), {"forward": forward, _SLOT: None})
