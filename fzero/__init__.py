@@ -5,14 +5,14 @@ from fzero.block import block as block
 from fzero.block import remat as remat
 from fzero.module import from_module as from_module
 from fzero.optim import AdamWState as AdamWState
-from fzero.optim import Label as Label
 from fzero.optim import LionState as LionState
-from fzero.optim import Optimizer as Optimizer
 from fzero.optim import SGDState as SGDState
 from fzero.optim import adam as adam
 from fzero.optim import adamw as adamw
 from fzero.optim import lion as lion
 from fzero.optim import sgd as sgd
+from fzero.rule import Label as Label
+from fzero.rule import Optimizer as Optimizer
 from fzero.schedule import constant as constant
 from fzero.schedule import warmup_cosine as warmup_cosine
 from fzero.schedule import warmup_linear as warmup_linear

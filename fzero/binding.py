@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.block import Sharded
 from fzero.comm import Axis, attach, gather, new_token
 from fzero.layout import Bucket, Layout, LeafSpec, make_layout, split
-from fzero.optim import Optimizer
+from fzero.rule import Optimizer
 from fzero.tree import (
     Node,
     Outline,

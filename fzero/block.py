@@ -54,27 +54,6 @@ class Sharded:
             raise AttributeError(name)
         self.refuse(f".{name}")
 
-    def __iter__(self) -> NoReturn:
-        self.refuse("iteration")
-
-    def __matmul__(self, other: Any) -> NoReturn:
-        self.refuse("@")
-
-    def __rmatmul__(self, other: Any) -> NoReturn:
-        self.refuse("@")
-
-    def __add__(self, other: Any) -> NoReturn:
-        self.refuse("+")
-
-    def __radd__(self, other: Any) -> NoReturn:
-        self.refuse("+")
-
-    def __mul__(self, other: Any) -> NoReturn:
-        self.refuse("*")
-
-    def __rmul__(self, other: Any) -> NoReturn:
-        self.refuse("*")
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Refuse to be an argument of any torch function."""
@@ -82,6 +61,38 @@ class Sharded:
         leaves: list[Any] = optree.tree_leaves(everything, is_leaf=is_sharded)
         next(leaf for leaf in leaves if is_sharded(leaf)).refuse(getattr(func, "__name__", str(func)))
         raise AssertionError  # not reached: refuse raises
+
+
+def _refusal(operation: str) -> Callable[..., NoReturn]:
+    def refused(self: Sharded, *_: Any, **__: Any) -> NoReturn:
+        self.refuse(operation)
+
+    return refused
+
+
+_OPERATIONS = {
+    "iteration": "iter",
+    "len": "len bool",
+    "in": "contains",
+    "a call": "call",
+    "assignment": "setitem delitem",
+    "conversion": "float int complex",
+    "an operator": "neg pos abs invert lt le gt ge",
+    "+": "add radd",
+    "-": "sub rsub",
+    "*": "mul rmul",
+    "/": "truediv rtruediv",
+    "@": "matmul rmatmul",
+    "//": "floordiv rfloordiv",
+    "%": "mod rmod",
+    "**": "pow rpow",
+    "&": "and rand",
+    "|": "or ror",
+    "^": "xor rxor",
+}
+for _operation, _methods in _OPERATIONS.items():
+    for _method in _methods.split():
+        setattr(Sharded, f"__{_method}__", _refusal(_operation))
 
 
 def _flatten(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import optree
@@ -78,7 +79,11 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
         if torch.compiler.is_compiling():
             tensors: list[Tensor] = []
             shape = _outline((args, kwargs), tensors)
-            key = _park(self.fn, shape)
+            if isinstance(self.fn, MethodType):
+                key = _park(self.fn.__func__, shape, self.fn.__self__)
+            else:
+                _check_captured(self.fn)
+                key = _park(self.fn, shape)
             outputs = _run_parked(key, *tensors)
             return cast("R", _decode(key, iter(range(_token_count(key))), outputs))
         if torch._C._functorch.peek_interpreter_stack() is None:  # noqa: SLF001  (no public way to ask)
@@ -154,21 +159,32 @@ def _apply(call: _Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
             # only what is differentiated: a buffer that is updated in place must not become part of a graph
             places = [place for place in range(ctx.inputs) if ctx.needs_input_grad[place]]
 
-            def floats(*variables: Tensor) -> tuple[Tensor, ...]:
+            wanted = [gradient for gradient in gradients[: call.outputs] if _differentiable(gradient)]
+
+            # not torch.func.vjp: its pullback runs after its level has ended, where a nested remat cannot run
+            def weighted(*variables: Tensor) -> Tensor:
                 filled = list(inputs)
                 for place, variable in zip(places, variables, strict=True):
                     filled[place] = variable
                 with _Replay(drawn):
-                    return tuple(out for out in call.flat(filled) if _differentiable(out))
+                    outputs = [out for out in call.flat(filled) if _differentiable(out)]
+                return _weighted_sum(outputs, wanted)
 
-            outputs, pull = torch.func.vjp(  # type: ignore[misc]  # typed for has_aux
-                floats, *(inputs[place] for place in places)
-            )
-            wanted = [gradient for gradient in gradients[: call.outputs] if _differentiable(gradient)]
-            pulled = dict(zip(places, pull(tuple(wanted[: len(outputs)])), strict=True))
+            argnums = tuple(range(len(places)))
+            found = torch.func.grad(weighted, argnums)(*(inputs[place] for place in places))
+            pulled = dict(zip(places, found, strict=True))
             return tuple(pulled.get(place) for place in range(ctx.inputs))
 
     return cast("tuple[Tensor, ...]", Recompute.apply(*tensors))[: call.outputs]
+
+
+def _weighted_sum(outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return the real scalar whose gradient with respect to each output is exactly its weight."""
+    total = torch.zeros((), dtype=torch.float64, device=weights[0].device)
+    for output, weight in zip(outputs, weights, strict=True):
+        product = (output * weight.conj()).sum()
+        total = total + (product.real if product.is_complex() else product).to(torch.float64)
+    return total
 
 
 def _differentiable(tensor: Tensor) -> bool:
@@ -229,6 +245,9 @@ class _Parked(NamedTuple):
 _parked: dict[int, _Parked] = {}
 _numbers = itertools.count()
 
+_READS_CLOSURES = torch.__version__ >= "2.14"
+"""Whether Dynamo can look at what a function captures; the versions before may not."""
+
 
 def _outline(tree: Any, tensors: list[Tensor]) -> Any:
     """Take a tree apart in a way that Dynamo can follow: a tuple of constants; tensors are moved into the list."""
@@ -256,8 +275,21 @@ def _refill(shape: Any, leaves: Any) -> Any:
     return kind(*children) if hasattr(kind, "_fields") else kind(children)
 
 
+def _check_captured(fn: Callable[..., Any]) -> None:
+    """Refuse a function that captures tensors, which Dynamo cannot hand over with it. Dynamo traces this."""
+    if _READS_CLOSURES and isinstance(fn, FunctionType):
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            if isinstance(cell.cell_contents, Tensor):
+                raise TypeError(
+                    f"remat: the function captures the tensor {name!r}, whose gradient would be lost; "
+                    "under torch.compile pass it as an argument"
+                )
+
+
 @constant
-def _park(fn: Callable[..., Any], shape: Any) -> int:
+def _park(fn: Callable[..., Any], shape: Any, owner: Any = None) -> int:
+    # a method comes in two parts, because Dynamo takes neither it nor a partial of it for a constant
+    fn = fn if owner is None else MethodType(fn, owner)
     number = next(_numbers)
     count = _count(shape)
     call = _Recomputed(fn, lambda leaves: _refill(shape, iter(leaves)), [torch.empty(0)] * count)

@@ -24,9 +24,9 @@ from torch import Tensor
 from fzero.binding import Binding, sharded_entry
 from fzero.comm import anchor, attach, gather, new_token, scatter, share_buffers, sum_over_ranks
 from fzero.grad import value_and_grad
-from fzero.optim import Optimizer
+from fzero.rule import Optimizer
 from fzero.state import Mean
-from fzero.tree import Outline, Tree, build
+from fzero.tree import Outline, Tree, build, paths_and_leaves, show_path
 
 
 class Parts(NamedTuple):
@@ -136,7 +136,12 @@ class Program:
         if counted.ndim:
             raise ValueError(f"loss_fn: Mean.count must be 0-d, got shape {tuple(counted.shape)}")
         new_buffers = parts[1] if self.has_buffers else buffers
-        return total, counted, new_buffers, parts[-1] if self.has_aux else None
+        _check_buffers(buffers, new_buffers)
+        aux: Tree = parts[-1] if self.has_aux else None
+        for leaf in optree.tree_leaves(aux):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(f"loss_fn: every leaf of aux must be a tensor, got {_describe(leaf)}")
+        return total, counted, new_buffers, aux
 
     def backward(
         self, parts: Parts, fulls: Sequence[Tensor], buffers: Tree, batch: Tree
@@ -274,6 +279,19 @@ class Program:
 def loss_dtype(totals: Totals) -> torch.dtype:
     """Return the dtype in which the loss is reported: float64 if it was computed so, else float32."""
     return torch.float64 if totals.sample.dtype == torch.float64 else torch.float32
+
+
+def _check_buffers(old: Tree, new: Tree) -> None:
+    before, after = optree.tree_leaves(old), optree.tree_leaves(new)
+    if len(before) != len(after):
+        raise ValueError(f"loss_fn: new_buffers must have the {len(before)} leaves of the buffers, got {len(after)}")
+    for place, (mine, value) in enumerate(zip(before, after, strict=True)):
+        if not isinstance(value, Tensor) or value.shape != mine.shape or value.dtype != mine.dtype:
+            got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else _describe(value)
+            raise ValueError(
+                f"loss_fn: new_buffers leaf {show_path(paths_and_leaves(old)[place][0])} must have shape "
+                f"{tuple(mine.shape)} and dtype {mine.dtype} as before, got {got}"
+            )
 
 
 def _describe(value: Any) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fzero.binding import Binding, Inspected, bind, block_names, inspect
 from fzero.comm import agree, axis_of, from_rank0, gather, new_token
 from fzero.layout import Bucket, pack, shard
-from fzero.optim import Optimizer
+from fzero.rule import Optimizer
 from fzero.stages import Parts, Program, Totals, loss_dtype
 from fzero.state import Metrics, State
 from fzero.tree import Tree, build, outline, paths_and_leaves, show_path, structure
@@ -268,8 +268,14 @@ class Zero:
         if key in self._compiled:
             return self._compiled[key](*args)
         compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
+        try:
+            result = compiled(*args)
+        except Exception:
+            # Dynamo buries what loss_fn raises; called without it, loss_fn raises the same in the open
+            program.mean_loss(args[0], args[-1])
+            raise
         self._compiled[key] = compiled
-        return compiled(*args)
+        return result
 
     def grads(self, state: State, batch: Tree) -> tuple[Tree, Tensor]:
         """Return the full tree of the mean gradient (before clipping) and the loss, without an update. Collective.

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fzero.optim import AdamWState, Label, LionState, Optimizer, SGDState, adam, adamw, lion, sgd
+from fzero.optim import AdamWState, LionState, SGDState, adam, adamw, lion, sgd
+from fzero.rule import Label, Optimizer
 from fzero.schedule import warmup_cosine, warmup_linear
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
