@@ -140,13 +140,9 @@ def _is_handle(node: Any) -> bool:
     return type(node) is tuple and len(node) == 5 and isinstance(node[0], str) and node[0] == _MARK
 
 
-def _gather_and_call(fn: Callable[..., R], args: Any, kwargs: Any) -> R:
-    """Call a function with every sharded subtree among its arguments gathered."""
-    everything: Any = (args, kwargs)
-    args, kwargs = optree.tree_map(
-        lambda leaf: leaf[1](*leaf[2:]) if _is_handle(leaf) else leaf, everything, is_leaf=_is_handle
-    )
-    return fn(*args, **kwargs)
+def _gather(arguments: Any) -> Any:
+    """Gather every sharded subtree in a tree of arguments that was taken apart."""
+    return optree.tree_map(lambda leaf: leaf[1](*leaf[2:]) if _is_handle(leaf) else leaf, arguments, is_leaf=_is_handle)
 
 
 def _has_sharded(node: Any) -> bool:
@@ -176,7 +172,7 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
         """Call the function on trees of tensors and sharded subtrees."""
         if not _has_sharded((args, kwargs)):
             return recompute(self.fn)(*args, **kwargs)
-        return recompute(_gather_and_call)(self.fn, _take_apart(args), _take_apart(kwargs))
+        return recompute(self.fn, _gather)(*_take_apart(args), **_take_apart(kwargs))
 
 
 class block(remat[P, R]):  # noqa: N801

@@ -59,8 +59,10 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
     `torch.utils.checkpoint` (non-reentrant); under `torch.func` and `torch.compile`, where that cannot run, an autograd
     function that replays what was drawn in forward.
 
-    Under `torch.func` and `torch.compile` the gradient flows to what is passed in, not to tensors that `fn` captures:
-    pass them as arguments. Compiled, `fn` returns tensors, ``None``, tuples, lists and dicts of them.
+    Under `torch.func` and `torch.compile` the gradient flows to what is passed in, not to tensors that `fn` captures,
+    which are refused where they can be seen: pass them as arguments. What a compiled function wraps, and captures, must
+    not have been made while it is traced (but for constants); it returns tensors, ``None``, tuples, lists and dicts of
+    them.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
 
@@ -69,29 +71,54 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
     tensor(6.)
     """
 
-    def __init__(self, fn: Callable[P, R]) -> None:
+    def __init__(self, fn: Callable[P, R], prepare: Callable[[Any], Any] = lambda arguments: arguments) -> None:
         if not callable(fn):
             raise TypeError(f"remat: takes a function, got {type(fn).__name__}")
         self.fn = fn
+        self.prepare = prepare
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function on trees of tensors."""
         if torch.compiler.is_compiling():
             tensors: list[Tensor] = []
             shape = _outline((args, kwargs), tensors)
+            _check_captured(self.fn)
             if isinstance(self.fn, MethodType):
-                key = _park(self.fn.__func__, shape, self.fn.__self__)
+                key = _park(self.fn.__func__, self.fn.__self__, self.prepare, shape)
             else:
-                _check_captured(self.fn)
-                key = _park(self.fn, shape)
+                key = _park(self.fn, None, self.prepare, shape)
             outputs = _run_parked(key, *tensors)
             return cast("R", _decode(key, iter(range(_token_count(key))), outputs))
         if torch._C._functorch.peek_interpreter_stack() is None:  # noqa: SLF001  (no public way to ask)
-            return checkpoint(functools.partial(self.fn, **kwargs), *args, use_reentrant=False)
+            return checkpoint(functools.partial(_prepared, self.fn, self.prepare), args, kwargs, use_reentrant=False)
+        _check_captured(self.fn)
         leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)))
-        parked = _Recomputed(self.fn, treespec.unflatten, leaves)
+        parked = _Recomputed(functools.partial(_prepared, self.fn, self.prepare), treespec.unflatten, leaves)
         outputs = parked(*[leaf for leaf in leaves if isinstance(leaf, Tensor)])
         return cast("R", parked.rebuild(outputs))
+
+
+def _prepared(fn: Callable[..., R], prepare: Callable[[Any], Any], args: Any, kwargs: Any) -> R:
+    args, kwargs = prepare((args, kwargs))
+    return fn(*args, **kwargs)
+
+
+def _check_captured(fn: Callable[..., Any]) -> None:
+    """Refuse a function that captures a tensor, whose gradient would be zero without a word. Dynamo traces this."""
+    if isinstance(fn, FunctionType) and (_READS_CLOSURES or not torch.compiler.is_compiling()):
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            if _is_captured(cell.cell_contents):
+                raise TypeError(
+                    f"remat: the function captures the tensor {name!r}, whose gradient would be lost; "
+                    "under torch.func and torch.compile pass it as an argument"
+                )
+
+
+def _is_captured(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    # Dynamo could not hand any tensor over; without it one that is not differentiated is a constant
+    return torch.compiler.is_compiling() or torch._C._functorch.is_gradtrackingtensor(value)  # noqa: SLF001
 
 
 # --- recomputation as an autograd function ---------------------------------------------------------------------------
@@ -113,8 +140,7 @@ class _Recomputed:
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
-        args, kwargs = self.unflatten(leaves)
-        returned, self.treespec = optree.tree_flatten(self.fn(*args, **kwargs))
+        returned, self.treespec = optree.tree_flatten(self.fn(*self.unflatten(leaves)))
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in returned]
         # an input that comes back as it is would make the output an alias that autograd refuses
         outputs = [leaf for leaf in returned if isinstance(leaf, Tensor)]
@@ -275,21 +301,10 @@ def _refill(shape: Any, leaves: Any) -> Any:
     return kind(*children) if hasattr(kind, "_fields") else kind(children)
 
 
-def _check_captured(fn: Callable[..., Any]) -> None:
-    """Refuse a function that captures tensors, which Dynamo cannot hand over with it. Dynamo traces this."""
-    if _READS_CLOSURES and isinstance(fn, FunctionType):
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            if isinstance(cell.cell_contents, Tensor):
-                raise TypeError(
-                    f"remat: the function captures the tensor {name!r}, whose gradient would be lost; "
-                    "under torch.compile pass it as an argument"
-                )
-
-
 @constant
-def _park(fn: Callable[..., Any], shape: Any, owner: Any = None) -> int:
-    # a method comes in two parts, because Dynamo takes neither it nor a partial of it for a constant
-    fn = fn if owner is None else MethodType(fn, owner)
+def _park(fn: Callable[..., Any], owner: Any, prepare: Callable[[Any], Any], shape: Any) -> int:
+    # a method comes in two parts, because Dynamo does not take it for a constant
+    fn = functools.partial(_prepared, fn if owner is None else MethodType(fn, owner), prepare)
     number = next(_numbers)
     count = _count(shape)
     call = _Recomputed(fn, lambda leaves: _refill(shape, iter(leaves)), [torch.empty(0)] * count)
