@@ -13,7 +13,7 @@ pytestmark = pytest.mark.example
 
 ROOT = Path(__file__).parent.parent
 TRAIN_GPT = [str(ROOT / "examples" / "train_gpt.py"), "--device", "cpu"]
-SHORT = ["--layers", "2", "--width", "64", "--context", "64", "--steps", "30"]
+SHORT = ["--layers", "2", "--width", "64", "--context", "64", "--batch", "4", "--steps", "30"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -103,7 +103,7 @@ def test_train_gpt_refuses_bad_arguments(tmp_path: Path) -> None:
         (["--text", str(tmp_path)], f"--text {tmp_path}: Is a directory"),
         (["--width", "100"], "--width 100: must be a multiple of 32"),
         (["--steps", "0"], "--steps: must be at least 1, got 0"),
-        (["--accumulate", "3"], "--batch 4: does not divide into --accumulate 3 equal parts"),
+        (["--accumulate", "3"], "--batch 2: does not divide into --accumulate 3 equal parts"),
         (["--plot", str(missing / "loss.png")], f"there is no folder {missing}"),
     ):
         code, output = run([*TRAIN_GPT, *arguments], 60)
