@@ -1,260 +1,15 @@
-"""What `init` fixes once: the tree, its ties, its blocks and the layout of its buckets. No communication."""
+"""What `init` fixes once: which leaf sits in which bucket, and how trees are put together from buckets."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import optree
-import torch
 from torch import Tensor
 
 from fzero.block import Sharded
 from fzero.comm import Axis, attach, gather, new_token
+from fzero.given import Inspected
 from fzero.layout import Bucket, Layout, LeafSpec, make_layout, split
-from fzero.rule import Optimizer
-from fzero.tree import (
-    Node,
-    Outline,
-    Path,
-    Tree,
-    build,
-    container,
-    duplicates,
-    outline,
-    paths_and_leaves,
-    plain_path,
-    show_path,
-    structure,
-)
-
-
-class Leaf(NamedTuple):
-    """What is known of one leaf of the user's tree."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    label: Any
-
-
-class Inspected(NamedTuple):
-    """A tree of parameters as one rank sees it, checked."""
-
-    outline: Outline
-    structure: str
-    leaves: tuple[Leaf, ...]
-    ties: tuple[int, ...]
-    """For every leaf the first leaf of the same memory (itself, if it is not tied)."""
-    blocks: tuple[tuple[str, Outline, frozenset[int]], ...]
-    """Of every block: its name, the outline of its subtree, its leaves."""
-    device: torch.device
-    meta: bool
-    """Whether this rank has shapes only."""
-
-    def digest(self) -> str:
-        """Return what all ranks must agree on (ties are rank 0's to say)."""
-        leaves = [f"{leaf.name or 'the tree'} {leaf.dtype} {leaf.shape} {leaf.label!r}" for leaf in self.leaves]
-        return "; ".join([*leaves, f"blocks {[name for name, _, _ in self.blocks]}", f"tree {self.structure}"])
-
-
-def inspect(params: Tree, opt: Optimizer, axis: Axis, block_names: Sequence[str], shared: frozenset[str]) -> Inspected:
-    """Check a tree of parameters and take it apart.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the leaf: not a tensor, complex, sparse, on another device than the others, partly overlapping another
-        one, of the same plain path as another one; or naming the block.
-    """
-    found = paths_and_leaves(params)
-    for path, leaf in found:
-        _check_leaf(path, leaf)
-    again = duplicates(plain_path(path) for path, _ in found)
-    if again:
-        raise ValueError(f"params: two leaves have one plain path {again[0]!r}; rename a key")
-    device, meta = _device(found, axis)
-    whole = outline(params)
-    with_blocks, blocks = _cut_blocks(params, whole, block_names, shared)
-    labels = _labels(params, opt)
-    leaves = tuple(
-        Leaf(plain_path(path), tuple(leaf.shape), leaf.dtype, label)
-        for (path, leaf), label in zip(found, labels, strict=True)
-    )
-    ties = _ties(found)
-    return Inspected(with_blocks, structure(params), leaves, ties, blocks, device, meta)
-
-
-def _check_leaf(path: Path, leaf: Any) -> None:
-    where = f"params: leaf {show_path(path)}"
-    if not isinstance(leaf, Tensor):
-        raise TypeError(f"{where} must be a tensor, got {type(leaf).__name__}")
-    if leaf.is_complex():
-        raise TypeError(
-            f"{where} is complex ({leaf.dtype}), which is not supported yet; store its real and imaginary part"
-        )
-    if leaf.layout != torch.strided:
-        raise TypeError(f"{where} must be a dense tensor, got layout {leaf.layout}")
-
-
-def _device(found: Sequence[tuple[Path, Tensor]], axis: Axis) -> tuple[torch.device, bool]:
-    real = [(path, leaf) for path, leaf in found if leaf.device.type != "meta"]
-    for path, leaf in real:
-        if leaf.device != real[0][1].device:
-            raise ValueError(
-                f"params: leaf {show_path(path)} is on {leaf.device} but leaf {show_path(real[0][0])} is on "
-                f"{real[0][1].device}; move all leaves to one device"
-            )
-    if real and len(real) < len(found):
-        path = next(path for path, leaf in found if leaf.device.type == "meta")
-        raise ValueError(
-            f"params: leaf {show_path(path)} is on meta but others are not; give all leaves values, or none"
-        )
-    return (real[0][1].device if real else axis.device), bool(found) and not real
-
-
-def _labels(params: Tree, opt: Optimizer) -> list[Any]:
-    """Return the label of every leaf, decided on the full leaves; None for leaves that are carried unchanged."""
-    leaves, treespec = optree.tree_flatten(params)
-    labels = treespec.flatten_up_to(opt.labels(params))
-    return [label if leaf.is_floating_point() else None for leaf, label in zip(leaves, labels, strict=True)]
-
-
-def _ties(found: Sequence[tuple[Path, Tensor]]) -> tuple[int, ...]:
-    first: dict[Any, int] = {}
-    ties = []
-    storages: dict[int, list[int]] = {}
-    for place, (_, leaf) in enumerate(found):
-        if leaf.numel() == 0:
-            ties.append(place)
-            continue
-        storage = leaf.untyped_storage()._cdata  # noqa: SLF001  (identity of a storage, on meta too)
-        key = (storage, leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype)
-        ties.append(first.setdefault(key, place))
-        if ties[-1] == place:
-            storages.setdefault(storage, []).append(place)
-    for group in storages.values():
-        _check_overlap([found[place] for place in group])
-    return tuple(ties)
-
-
-def _check_overlap(group: Sequence[tuple[Path, Tensor]]) -> None:
-    """Refuse leaves that share some memory but are not the same leaf."""
-    if len(group) < 2:
-        return
-    size = group[0][1].untyped_storage().nbytes()
-    owner = torch.full((size,), -1, dtype=torch.int32)
-    for place, (path, leaf) in enumerate(group):
-        step = leaf.element_size()
-        strides = [stride * step for stride in leaf.stride()]
-        touched = owner.as_strided((*leaf.shape, step), (*strides, 1), leaf.storage_offset() * step)
-        others = touched[touched >= 0]
-        if others.numel():
-            raise ValueError(
-                f"params: leaf {show_path(path)} overlaps leaf {show_path(group[int(others[0])][0])} in memory without "
-                "being the same; clone one of them (a tie is the same memory, shape and strides)"
-            )
-        touched.fill_(place)
-
-
-# --- blocks ----------------------------------------------------------------------------------------------------------
-
-
-def _cut_blocks(
-    params: Tree, whole: Outline, names: Sequence[str], shared: frozenset[str]
-) -> tuple[Outline, tuple[tuple[str, Outline, frozenset[int]], ...]]:
-    """Replace the subtree of every block in an outline by one entry, numbered from the number of leaves on."""
-    total = len(paths_and_leaves(params))
-    cut: dict[str, Outline] = {}
-
-    def entry(name: str, shape: Outline) -> int:
-        cut[name] = shape
-        return total + names.index(name)
-
-    def walk(node: Any, shape: Outline, path: Path) -> Outline:
-        here = plain_path(path)
-        if path and here in names:
-            return entry(here, shape)
-        parts = container(node)
-        if parts is None or isinstance(shape, int):
-            return shape
-        keys, children, _ = parts
-        below = [walk(child, sub, (*path, key)) for key, child, sub in zip(keys, children, shape.children, strict=True)]
-        if isinstance(node, dict):
-            prefix = f"{here}." if path else ""
-            return _group(shape, keys, below, prefix, [name for name in names if name not in cut], shared, entry)
-        return Node(shape.make, tuple(below))
-
-    result = walk(params, whole, ())
-    for name in names:
-        if name not in cut:
-            raise ValueError(f"blocks: {name!r} is not the path of a subtree of params (and no key starts with it)")
-    return result, tuple((name, cut[name], frozenset(_indices(cut[name]))) for name in names)
-
-
-def _group(
-    shape: Node,
-    keys: Sequence[Any],
-    below: list[Outline],
-    prefix: str,
-    names: Sequence[str],
-    shared: frozenset[str],
-    entry: Callable[[str, Outline], int],
-) -> Node:
-    """In a flat dict, put the keys that start with a block's name into one entry under that name."""
-    home: dict[int, str] = {}
-    for place, key in enumerate(keys):
-        for name in names:
-            if isinstance(key, str) and f"{prefix}{key}".startswith(f"{name}.") and f"{prefix}{key}" not in shared:
-                home[place] = name
-    if not home:
-        return Node(shape.make, tuple(below))
-    order = list(shape.make(list(range(len(keys)))).items())
-    kept: list[tuple[Any, Outline]] = []
-    groups: dict[str, list[tuple[str, Outline]]] = {}
-    for key, place in order:
-        if place not in home:
-            kept.append((key, below[place]))
-            continue
-        name = home[place]
-        if name not in groups:
-            groups[name] = []
-            kept.append((name[len(prefix) :], -1))
-        groups[name].append((f"{prefix}{key}"[len(name) + 1 :], below[place]))
-    numbers = {name[len(prefix) :]: entry(name, _dict_node(members)) for name, members in groups.items()}
-    return _dict_node([(key, numbers[key] if child == -1 else child) for key, child in kept])
-
-
-def _dict_node(members: Sequence[tuple[Any, Outline]]) -> Node:
-    keys = tuple(key for key, _ in members)
-    return Node(lambda parts: dict(zip(keys, parts, strict=True)), tuple(child for _, child in members))
-
-
-def _indices(shape: Outline) -> Iterable[int]:
-    if isinstance(shape, int):
-        yield shape
-    else:
-        for child in shape.children:
-            yield from _indices(child)
-
-
-def block_names(blocks: Any) -> tuple[str, ...]:
-    """Return path prefixes (plain paths or tuples of keys) as plain paths; refuse nested and repeated ones."""
-    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
-        raise TypeError(f"blocks: must be a sequence of path prefixes, got {blocks!r}")
-    names = [name if isinstance(name, str) else plain_path(tuple(name)) for name in blocks]
-    for name in names:
-        if not name:
-            raise ValueError("blocks: the empty path (the whole tree) cannot be a block; name parts of it")
-        for other in names:
-            if name.startswith(f"{other}."):
-                raise ValueError(f"blocks: {name!r} lies inside {other!r}; pass one of them")
-    again = duplicates(names)
-    if again:
-        raise ValueError(f"blocks: {again[0]!r} is named twice")
-    return tuple(names)
-
-
-# --- the binding -----------------------------------------------------------------------------------------------------
+from fzero.tree import Outline, Tree, build
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,9 +50,18 @@ class Binding:
                 leaves[place] = leaves[source]
         return leaves
 
-    def tree(self, leaves: dict[int, Any]) -> Tree:
-        """Put the user's tree together; leaves that are not given are None."""
-        return build(self.plain, [leaves.get(place) for place in range(len(self.inspected.leaves))])
+    def full_tree(self, buckets: Sequence[Tensor], fixed: Sequence[Tensor] | None = None) -> Tree:
+        """Return the user's tree from gathered buckets, in memory of its own; tied leaves are one tensor.
+
+        Without `fixed`, leaves that are carried unchanged are None (they have no gradient and no moments).
+        """
+        whole = self if fixed is not None else replace(self, fixed=())
+        leaves = whole.leaves_of(dict(enumerate(buckets)), fixed or ())
+        copies = {source: leaves[source].clone() for source in sorted({self.ties[place] for place in leaves})}
+        return build(
+            self.plain,
+            [copies[source] if place in leaves else None for place, source in enumerate(self.ties)],
+        )
 
     def is_sharded(self, bucket: Bucket, stage: int) -> bool:
         """Return whether a bucket stays sharded outside its block."""

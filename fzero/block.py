@@ -7,7 +7,7 @@ import optree
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 from torch import Tensor
 
-from fzero.grad import remat as recompute
+from fzero.remat import remat as recompute
 from fzero.tree import Tree
 
 P = ParamSpec("P")
@@ -160,7 +160,7 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
 
     Every `fzero.Sharded` among the arguments is all-gathered in forward, and again in backward; its gradient is
     scattered once. Where nothing is sharded this is activation checkpointing and communicates nothing.
-    See `fzero.grad.remat` for what arguments and outputs may be.
+    See `fzero.remat.remat` for what arguments and outputs may be.
     """
 
     def __init__(self, fn: Callable[P, R]) -> None:

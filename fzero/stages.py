@@ -25,19 +25,8 @@ from fzero.binding import Binding, sharded_entry
 from fzero.comm import anchor, attach, gather, new_token, scatter, share_buffers, sum_over_ranks
 from fzero.grad import value_and_grad
 from fzero.rule import Optimizer
-from fzero.state import Mean
+from fzero.state import Mean, Parts
 from fzero.tree import Outline, Tree, build, paths_and_leaves, show_path
-
-
-class Parts(NamedTuple):
-    """The state as flat lists, which is what Dynamo traces best."""
-
-    shards: tuple[Tensor, ...]
-    opt_leaves: tuple[Any, ...]
-    """The leaves of one bucket's optimizer state: a tuple with one tensor a bucket, or one tensor that all share."""
-    buffers: Tree
-    fixed: tuple[Tensor, ...]
-    step: Tensor
 
 
 class Totals(NamedTuple):

@@ -1,7 +1,9 @@
 """What goes in and out of a step: state, metrics, and the loss as a mean of its own."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import optree
 from torch import Tensor
 
 from fzero.tree import Tree
@@ -57,3 +59,30 @@ class Mean(NamedTuple):
     """0-d floating: the sum of the losses."""
     count: Tensor | float  # type: ignore[assignment]  # the contract's name hides tuple.count
     """0-d: how many of them."""
+
+
+class Parts(NamedTuple):
+    """The state as flat lists, which is what Dynamo traces best."""
+
+    shards: tuple[Tensor, ...]
+    opt_leaves: tuple[Any, ...]
+    """The leaves of one bucket's optimizer state: a tuple with one tensor a bucket, or one tensor that all share."""
+    buffers: Tree
+    fixed: tuple[Tensor, ...]
+    step: Tensor
+
+
+def to_parts(state: State, like: Sequence[bool]) -> Parts:
+    """Take a state apart; `like` says which leaves of an optimizer's state are of a bucket's shape."""
+    flat = iter(optree.tree_leaves(state.opt_state))
+    leaves = tuple(tuple(next(flat) for _ in state.params) if is_like else next(flat) for is_like in like)
+    return Parts(state.params, leaves, state.buffers, state.fixed, state.step)
+
+
+def to_state(old: State, parts: Parts) -> State:
+    """Put a state together again, the optimizer's part in the structure that it had."""
+    flat: list[Tensor] = []
+    for leaf in parts.opt_leaves:
+        flat += list(leaf) if isinstance(leaf, tuple) else [leaf]
+    opt_state = optree.tree_unflatten(optree.tree_structure(old.opt_state), flat)
+    return State(parts.shards, opt_state, parts.buffers, parts.fixed, parts.step)

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fzero.binding import Binding, Inspected, bind, block_names, inspect
-from fzero.comm import agree, axis_of, from_rank0, gather, new_token
-from fzero.layout import Bucket, pack, shard
+from fzero.agree import agree
+from fzero.batch import describe_batch, leading_dim, micro_batches
+from fzero.binding import Binding, bind
+from fzero.comm import axis_of, gather, new_token
+from fzero.given import Inspected, block_names, inspect
+from fzero.initial import first_state
 from fzero.rule import Optimizer
-from fzero.stages import Parts, Program, Totals, loss_dtype
-from fzero.state import Metrics, State
+from fzero.stages import Program, Totals, loss_dtype
+from fzero.state import Metrics, Parts, State, to_parts, to_state
 from fzero.tree import Tree, build, outline, paths_and_leaves, show_path, structure
 
 POLICIES = ("none", "rank0", "mean")
@@ -167,7 +170,7 @@ class Zero:
                 "params: another structure than at this engine's first init, which fixed its layout; "
                 f"build a new engine for it. First: {self._bound[0]}; now: {digest}"
             )
-        return self._first_state(self._bound[2].binding, params, buffers)
+        return first_state(self._bound[2], params, buffers)
 
     def _program(self, binding: Binding, has_buffers: bool) -> Program:
         probe = torch.empty(7)  # a shape that no scalar of an optimizer has
@@ -185,32 +188,6 @@ class Zero:
             has_buffers=has_buffers,
             donate=self._donate,
         )
-
-    def _first_state(self, binding: Binding, params: Tree, buffers: Tree) -> State:
-        device, leaves = binding.inspected.device, optree.tree_leaves(params)
-
-        def own(tensor: Tensor) -> Tensor:
-            empty = tensor.device.type == "meta"
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if empty else tensor.detach().clone()
-            return from_rank0(copy.contiguous(), self._axis)
-
-        shards = tuple(self._first_shard(binding, bucket, leaves) for bucket in binding.layout.buckets)
-        opt_state = self._opt.init(shards) if shards else self._opt.init(())
-        return State(
-            shards,
-            opt_state,
-            optree.tree_map(own, buffers),
-            tuple(own(leaves[place]) for place in binding.fixed),
-            torch.zeros((), dtype=torch.int64, device=device),
-        )
-
-    def _first_shard(self, binding: Binding, bucket: Bucket, leaves: Sequence[Tensor]) -> Tensor:
-        if binding.inspected.meta:
-            full = torch.zeros(bucket.length, dtype=bucket.dtype, device=binding.inspected.device)
-        else:
-            full = pack(bucket, [leaves[binding.trained[slot.leaf]].detach() for slot in bucket.slots])
-        full = from_rank0(full, self._axis)
-        return full if self._stage == 0 else shard(full, self._axis.size, self._axis.rank).clone()
 
     # --- step ------------------------------------------------------------------------------------------------------
 
@@ -234,7 +211,7 @@ class Zero:
         """
         program = self._ready(state)
         micros = self._micro_batches(batch)
-        parts = self._parts(state)
+        parts = to_parts(state, program.opt_like)
         if len(micros) == 1:
             new, loss, norm, skipped, step, aux = self._run(program, "whole", parts, micros[0])
         else:
@@ -242,7 +219,7 @@ class Zero:
             aux = optree.tree_map(lambda *leaves: torch.stack(leaves), auxes[0], *auxes[1:])
             new, loss, norm, skipped, step = self._run(program, "finish", parts, sums, totals)
         metrics = Metrics(loss, norm, skipped, step, aux)
-        return (state if new is None else self._state(state, new)), metrics
+        return (state if new is None else to_state(state, new)), metrics
 
     def _accumulated(
         self, program: Program, parts: Parts, micros: Sequence[Tree]
@@ -284,13 +261,13 @@ class Zero:
         """
         program = self._ready(state)
         micros = self._micro_batches(batch)
-        parts = self._parts(state)
+        parts = to_parts(state, program.opt_like)
         sums, totals, _ = self._accumulated(program, parts, micros)
         reduced = program.reduce(sums)
         loss, _, _, count = program.control(reduced, totals)
         means = [gradient / count.to(gradient.dtype) for gradient in reduced]
         gathered = [gather(mean, new_token(mean), self._axis)[0] for mean in means]
-        return self._full(program.binding, gathered), loss.to(loss_dtype(totals))
+        return program.binding.full_tree(gathered), loss.to(loss_dtype(totals))
 
     def evaluate(self, state: State, batch: Tree, loss_fn: Callable[..., Any] | None = None) -> tuple[Tensor, Tree]:
         """Return (mean loss over ranks, this rank's aux or None); no gradient, no change. Collective.
@@ -301,15 +278,15 @@ class Zero:
         program = self._ready(state)
         if loss_fn is not None:
             program = replace(program, loss_fn=loss_fn)
-        self._check_batch(batch, 1)
-        return self._run(program, "mean_loss", self._parts(state), batch)  # type: ignore[no-any-return]
+        leading_dim(batch, 1)
+        return self._run(program, "mean_loss", to_parts(state, program.opt_like), batch)  # type: ignore[no-any-return]
 
     # --- full trees ------------------------------------------------------------------------------------------------
 
     def params(self, state: State) -> Tree:
         """Return the full tree: structure, shapes, dtypes and ties as given to `init`, own memory. Collective."""
         program = self._ready(state)
-        return self._full(program.binding, self._gathered(state.params), state.fixed)
+        return program.binding.full_tree(self._gathered(state.params), state.fixed)
 
     def buffers(self, state: State) -> Tree:
         """Return a copy of this rank's buffers; equal on all ranks unless the policy is "none"."""
@@ -320,8 +297,8 @@ class Zero:
         """Return the optimizer's state with full trees in place of buckets. Collective."""
         program = self._ready(state)
         leaves = [
-            self._full(program.binding, self._gathered(leaf)) if like else leaf.clone()
-            for like, leaf in zip(program.opt_like, self._parts(state).opt_leaves, strict=True)
+            program.binding.full_tree(self._gathered(leaf)) if like else leaf.clone()
+            for like, leaf in zip(program.opt_like, to_parts(state, program.opt_like).opt_leaves, strict=True)
         ]
         return build(program.opt_outline, leaves)
 
@@ -329,18 +306,6 @@ class Zero:
         if self._stage == 0:
             return list(buckets)
         return [gather(leaf, new_token(leaf), self._axis)[0] for leaf in buckets]
-
-    def _full(self, binding: Binding, buckets: Sequence[Tensor], fixed: Sequence[Tensor] | None = None) -> Tree:
-        """Return the user's tree from gathered buckets; tied leaves are one tensor; None where nothing is carried."""
-        copies: dict[int, Tensor] = {}
-        carried = fixed if fixed is not None else ()
-        whole = binding if fixed is not None else replace(binding, fixed=())
-        leaves = whole.leaves_of(dict(enumerate(buckets)), carried)
-        for place, leaf in leaves.items():
-            source = binding.ties[place]
-            if source not in copies:
-                copies[source] = leaf.clone()
-        return binding.tree({place: copies[binding.ties[place]] for place in leaves})
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -358,56 +323,13 @@ class Zero:
 
     def _micro_batches(self, batch: Tree) -> list[Tree]:
         if self._batch_agreed:
-            size = self._check_batch(batch, self._accumulate)
+            size = leading_dim(batch, self._accumulate)
         else:
             size, _, _ = agree(
                 self._axis,
                 "the first step",
-                lambda: self._check_batch(batch, self._accumulate),
-                lambda _: f"batch {structure(batch)} of {[str(leaf.dtype) for leaf in optree.tree_leaves(batch)]}",
+                lambda: leading_dim(batch, self._accumulate),
+                lambda _: describe_batch(batch),
             )
             self._batch_agreed = True
-        if self._accumulate == 1:
-            return [batch]
-        part = size // self._accumulate
-        return [
-            optree.tree_map(lambda leaf, at=at: leaf[at * part : (at + 1) * part], batch)
-            for at in range(self._accumulate)
-        ]
-
-    def _check_batch(self, batch: Tree, divisor: int) -> int:
-        """Return the leading dim of a batch."""
-        found = paths_and_leaves(batch)
-        if not found:
-            raise ValueError("batch: has no leaves; pass a tree of tensors with one leading dim")
-        for path, leaf in found:
-            if not isinstance(leaf, Tensor):
-                raise TypeError(f"batch: leaf {show_path(path)} must be a tensor, got {type(leaf).__name__}")
-            if leaf.ndim == 0:
-                raise ValueError(f"batch: leaf {show_path(path)} is 0-d; every leaf needs the leading (batch) dim")
-        size = int(found[0][1].shape[0])
-        for path, leaf in found:
-            if leaf.shape[0] != size:
-                raise ValueError(
-                    f"batch: leaf {show_path(path)} has leading dim {leaf.shape[0]}, "
-                    f"leaf {show_path(found[0][0])} has {size}; they must be equal"
-                )
-        if size % divisor:
-            raise ValueError(f"accumulate: {divisor} micro-batches do not divide the batch's leading dim {size}")
-        return size
-
-    # --- state and its parts ---------------------------------------------------------------------------------------
-
-    def _parts(self, state: State) -> Parts:
-        buckets = len(state.params)
-        like = self._bound[2].opt_like if self._bound else ()
-        flat = iter(optree.tree_leaves(state.opt_state))
-        leaves = tuple(tuple(next(flat) for _ in range(buckets)) if is_like else next(flat) for is_like in like)
-        return Parts(state.params, leaves, state.buffers, state.fixed, state.step)
-
-    def _state(self, old: State, parts: Parts) -> State:
-        flat: list[Tensor] = []
-        for leaf in parts.opt_leaves:
-            flat += list(leaf) if isinstance(leaf, tuple) else [leaf]
-        opt_state = optree.tree_unflatten(optree.tree_structure(old.opt_state), flat)
-        return State(parts.shards, opt_state, parts.buffers, parts.fixed, parts.step)
+        return micro_batches(batch, size, self._accumulate)

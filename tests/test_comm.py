@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
+from fzero.agree import agree
 from fzero.comm import (
     Axis,
-    agree,
     anchor,
     attach,
     axis_of,

@@ -13,8 +13,8 @@ from torch.func import functional_call
 
 import fzero
 from fzero.block import Sharded, is_sharded
-from fzero.grad import remat as plain_remat
 from fzero.grad import value_and_grad
+from fzero.remat import remat as plain_remat
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Case = Callable[[Tensor, Tensor, Wrap], Any]

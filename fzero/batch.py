@@ -1,0 +1,41 @@
+"""Batches: each rank has its own, a tree of tensors with one leading dim."""
+
+import optree
+from torch import Tensor
+
+from fzero.tree import Tree, paths_and_leaves, show_path, structure
+
+
+def leading_dim(batch: Tree, divisor: int) -> int:
+    """Return the leading dim of a batch, which a number of micro-batches must divide; refuse anything else by path."""
+    found = paths_and_leaves(batch)
+    if not found:
+        raise ValueError("batch: has no leaves; pass a tree of tensors with one leading dim")
+    for path, leaf in found:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"batch: leaf {show_path(path)} must be a tensor, got {type(leaf).__name__}")
+        if leaf.ndim == 0:
+            raise ValueError(f"batch: leaf {show_path(path)} is 0-d; every leaf needs the leading (batch) dim")
+    size = int(found[0][1].shape[0])
+    for path, leaf in found:
+        if leaf.shape[0] != size:
+            raise ValueError(
+                f"batch: leaf {show_path(path)} has leading dim {leaf.shape[0]}, "
+                f"leaf {show_path(found[0][0])} has {size}; they must be equal"
+            )
+    if size % divisor:
+        raise ValueError(f"accumulate: {divisor} micro-batches do not divide the batch's leading dim {size}")
+    return size
+
+
+def describe_batch(batch: Tree) -> str:
+    """Return what all ranks' batches must have in common: the structure and the dtypes, not the sizes."""
+    return f"batch {structure(batch)} of {[str(leaf.dtype) for leaf in optree.tree_leaves(batch)]}"
+
+
+def micro_batches(batch: Tree, size: int, count: int) -> list[Tree]:
+    """Split a batch of leading dim `size` evenly into micro-batches, as views."""
+    if count == 1:
+        return [batch]
+    part = size // count
+    return [optree.tree_map(lambda leaf, at=at: leaf[at * part : (at + 1) * part], batch) for at in range(count)]
