@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.recompute import Recomputed, prepared
+from fzero.recompute import Recomputed, prepared, refuse_captured
 from fzero.trace import constant, opaque
 
 
@@ -51,8 +51,11 @@ def _refill(shape: Any, leaves: Any) -> Any:
 
 
 @constant
-def park(fn: Callable[..., Any], owner: Any, prepare: Callable[[Any], Any], shape: Any) -> int:
+def park_function_that_captures_no_tensor(  # the name stands in Dynamo's message if it captures one
+    fn: Callable[..., Any], owner: Any, prepare: Callable[[Any], Any], shape: Any
+) -> int:
     """Keep a function and the structure of its arguments; return its number."""
+    refuse_captured(fn, lambda _: True)
     # a method comes in two parts, because Dynamo does not take it for a constant
     fn = functools.partial(prepared, fn if owner is None else MethodType(fn, owner), prepare)
     number = next(_numbers)

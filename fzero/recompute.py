@@ -1,6 +1,7 @@
 """A function that runs again in backward, as an autograd function that `torch.func` and AOTAutograd can transform."""
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import optree
@@ -15,6 +16,17 @@ def prepared(fn: Callable[..., R], prepare: Callable[[Any], Any], args: Any, kwa
     """Call a function on prepared arguments."""
     args, kwargs = prepare((args, kwargs))
     return fn(*args, **kwargs)
+
+
+def refuse_captured(fn: Callable[..., Any], lost: Callable[[Tensor], bool]) -> None:
+    """Refuse a function that captures a tensor for which `lost` holds: its gradient would be zero without a word."""
+    if isinstance(fn, FunctionType):
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            if isinstance(cell.cell_contents, Tensor) and lost(cell.cell_contents):
+                raise TypeError(
+                    f"remat: the function captures the tensor {name!r}, whose gradient would be lost; "
+                    "under torch.func and torch.compile pass it as an argument"
+                )
 
 
 class Recomputed:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import optree
@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fzero.parked import decode, outline_constants, park, run_parked, token_count
-from fzero.recompute import Recomputed, prepared
+from fzero.parked import decode, outline_constants, park_function_that_captures_no_tensor, run_parked, token_count
+from fzero.recompute import Recomputed, prepared, refuse_captured
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_READS_CLOSURES = torch.__version__ >= "2.14"
-"""Whether Dynamo can look at what a function captures; the versions before may not."""
 
 
 class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands for)
@@ -51,35 +48,16 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
         if torch.compiler.is_compiling():
             tensors: list[Tensor] = []
             shape = outline_constants((args, kwargs), tensors)
-            _check_captured(self.fn)
             if isinstance(self.fn, MethodType):
-                key = park(self.fn.__func__, self.fn.__self__, self.prepare, shape)
+                key = park_function_that_captures_no_tensor(self.fn.__func__, self.fn.__self__, self.prepare, shape)
             else:
-                key = park(self.fn, None, self.prepare, shape)
+                key = park_function_that_captures_no_tensor(self.fn, None, self.prepare, shape)
             outputs = run_parked(key, *tensors)
             return cast("R", decode(key, iter(range(token_count(key))), outputs))
         if torch._C._functorch.peek_interpreter_stack() is None:  # noqa: SLF001  (no public way to ask)
             return checkpoint(functools.partial(prepared, self.fn, self.prepare), args, kwargs, use_reentrant=False)
-        _check_captured(self.fn)
+        refuse_captured(self.fn, torch._C._functorch.is_gradtrackingtensor)  # noqa: SLF001
         leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)))
         parked = Recomputed(functools.partial(prepared, self.fn, self.prepare), treespec.unflatten, leaves)
         outputs = parked(*[leaf for leaf in leaves if isinstance(leaf, Tensor)])
         return cast("R", parked.rebuild(outputs))
-
-
-def _check_captured(fn: Callable[..., Any]) -> None:
-    """Refuse a function that captures a tensor, whose gradient would be zero without a word. Dynamo traces this."""
-    if isinstance(fn, FunctionType) and (_READS_CLOSURES or not torch.compiler.is_compiling()):
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            if _is_captured(cell.cell_contents):
-                raise TypeError(
-                    f"remat: the function captures the tensor {name!r}, whose gradient would be lost; "
-                    "under torch.func and torch.compile pass it as an argument"
-                )
-
-
-def _is_captured(value: Any) -> bool:
-    if not isinstance(value, Tensor):
-        return False
-    # Dynamo could not hand any tensor over; without it one that is not differentiated is a constant
-    return torch.compiler.is_compiling() or torch._C._functorch.is_gradtrackingtensor(value)  # noqa: SLF001
