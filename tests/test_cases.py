@@ -539,7 +539,8 @@ def two_heads() -> Case:
         total = (first + fzero.block(head)(params["net"], x)).mean()
         if uses.any():
             total = total + (fzero.block(head)(params["right"], x[uses])).sum() / len(x)
-        return total
+        result: Tensor = total
+        return result
 
     def batch(rank: int, step: int) -> Tensor:
         x = numbers(4, 4, seed=31 * rank + 7 * step)
