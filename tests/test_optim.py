@@ -82,7 +82,7 @@ def leaves_of(dtype: torch.dtype, other: torch.dtype, source: torch.Generator) -
     }
 
 
-def assert_follows(  # noqa: PLR0917
+def assert_follows(
     ours: Optimizer,
     build: Callable[..., torch.optim.Optimizer],
     params: Any,
