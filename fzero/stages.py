@@ -166,9 +166,7 @@ class Program:
         moments: list[list[Tensor]] = [[] for _ in self.opt_like]
         shared = list(parts.opt_leaves)
         for number, gradient in enumerate(reduced):
-            mean = gradient / count.to(gradient.dtype)
-            if clip is not None:
-                mean = mean * clip.to(gradient.dtype)
+            mean = divided(gradient, count, clip)
             if self.stage == 0:
                 mean = gather(mean, new_token(mean), self.binding.axis)[0]
             shard, leaves = self.update(number, mean, parts)
@@ -263,6 +261,18 @@ class Program:
             total, count = sum_over_ranks(mine, self.binding.axis).unbind()
             loss = total / torch.where(count > 0, count, torch.ones_like(count))
             return loss.to(loss_dtype(totals)), totals.aux
+
+
+def divided(gradient: Tensor, count: Tensor, clip: Tensor | None = None) -> Tensor:
+    """Return the mean gradient from a sum and its count, clipped; 16-bit floats are rounded once, at the end.
+
+    A count of tokens would overflow in float16, and be rounded in bfloat16.
+    """
+    wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
+    mean = gradient.to(wide) / count.to(wide)
+    if clip is not None:
+        mean = mean * clip.to(wide)
+    return mean.to(gradient.dtype)
 
 
 def loss_dtype(totals: Totals) -> torch.dtype:

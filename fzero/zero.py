@@ -16,7 +16,7 @@ from fzero.comm import axis_of, gather, new_token
 from fzero.given import Inspected, block_names, inspect
 from fzero.initial import first_state
 from fzero.rule import Optimizer
-from fzero.stages import Program, Totals, loss_dtype
+from fzero.stages import Program, Totals, divided, loss_dtype
 from fzero.state import Metrics, Parts, State, to_parts, to_state
 from fzero.tree import Tree, build, outline, paths_and_leaves, show_path, structure
 
@@ -265,7 +265,7 @@ class Zero:
         sums, totals, _ = self._accumulated(program, parts, micros)
         reduced = program.reduce(sums)
         loss, _, _, count = program.control(reduced, totals)
-        means = [gradient / count.to(gradient.dtype) for gradient in reduced]
+        means = [divided(gradient, count) for gradient in reduced]
         gathered = [gather(mean, new_token(mean), self._axis)[0] for mean in means]
         return program.binding.full_tree(gathered), loss.to(loss_dtype(totals))
 

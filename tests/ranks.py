@@ -1,5 +1,6 @@
 """Starts ranks: processes on gloo with a file rendezvous, a hard time limit, and the failing rank's traceback."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -36,6 +37,7 @@ def _child(rank: int, world: int, folder: str, job: tuple[Callable[..., Any], tu
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     function, args = job
     os.environ.pop("WORLD_SIZE", None)
