@@ -16,7 +16,8 @@ Params = dict[str, Any]
 def loss_fn(params: Params, batch: Tensor) -> Tensor:
     hidden = torch.tanh(batch @ params["tie"] + params["b"])
     loss: Tensor = (hidden @ params["w"]).square().mean() + params["tie"].square().sum()
-    return loss * params["count"].sum()
+    weighted: Tensor = loss * params["count"].sum()
+    return weighted
 
 
 def tree(seed: int) -> Params:
