@@ -99,12 +99,30 @@ def _all_gather(shard: Tensor, size: int, group: str) -> Tensor:
 
 
 def _reduce_scatter(full: Tensor, size: int, group: str, native: bool) -> Tensor:
+    axis = Axis(size=size, group=group, native=native)
+    return finish_scatter(start_scatter(full, axis), axis)
+
+
+def start_scatter(full: Tensor, axis: Axis) -> Tensor:
+    """Launch the reduce-scatter of (N*C,) and return what `finish_scatter` waits for.
+
+    Until then `full` must not change. In a world of one it is what is returned.
+    """
+    if axis.size == 1:
+        return full
     full = full.contiguous()
-    if native and full.is_cuda:
-        return _ops.wait_tensor(_ops.reduce_scatter_tensor(full, "sum", size, group))  # type: ignore[no-any-return]
-    length = full.numel() // size
-    pieces = _ops.wait_tensor(_ops.all_to_all_single(full, [length] * size, [length] * size, group))
-    return sum_in_order(pieces.view(size, length))
+    if axis.native and full.is_cuda:
+        return _ops.reduce_scatter_tensor(full, "sum", axis.size, axis.group)  # type: ignore[no-any-return]
+    pieces = [full.numel() // axis.size] * axis.size
+    return _ops.all_to_all_single(full, pieces, pieces, axis.group)  # type: ignore[no-any-return]
+
+
+def finish_scatter(pending: Tensor, axis: Axis) -> Tensor:
+    """Wait for what `start_scatter` launched and return this rank's (C,) of the sum over ranks."""
+    if axis.size == 1:
+        return pending
+    pieces = _ops.wait_tensor(pending)
+    return pieces if axis.native and pieces.is_cuda else sum_in_order(pieces.view(axis.size, -1))
 
 
 def sum_in_order(pieces: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class ModuleLoss:
         self._has_buffers = next(iter(module.named_buffers()), None) is not None
         self.blocks = tuple(blocks)
         self._units = _skeleton(module)
-        shared = _shared(self._units, self.blocks)
+        shared = shared_parameters(self._units, self.blocks)
         self.shared = frozenset(name for name, parameter in self._units.named_parameters() if parameter in shared)
         for name in self.blocks:
             _make_unit(self._units.get_submodule(name), shared)
@@ -68,7 +68,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _shared(module: nn.Module, blocks: tuple[str, ...]) -> set[nn.Parameter]:
+def shared_parameters(module: nn.Module, blocks: tuple[str, ...]) -> set[nn.Parameter]:
     """Return the parameters that are reachable from a block and from outside it too."""
     homes: dict[nn.Parameter, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -110,7 +110,7 @@ def _current(module: nn.Module, name: str) -> Tensor:
     return getattr(module, last)  # type: ignore[no-any-return]
 
 
-def _default_blocks(module: nn.Module) -> list[str]:
+def default_blocks(module: nn.Module) -> list[str]:
     """Return the names of the entries of the `ModuleList` or `Sequential` that holds the most parameters."""
     best: list[str] = []
     most = 0
@@ -170,7 +170,7 @@ def from_module(
                 f"from_module: parameter {name!r} is frozen (requires_grad is False) and frozen parameters are not "
                 "supported yet; pass it as a buffer or a constant, or make it trainable"
             )
-    names = _default_blocks(module) if blocks is None else _names(module, blocks)
+    names = default_blocks(module) if blocks is None else _names(module, blocks)
     params = OrderedDict((name, parameter.detach()) for name, parameter in module.named_parameters())
     buffers = OrderedDict((name, buffer.detach()) for name, buffer in module.named_buffers())
     return ModuleLoss(module, criterion, names), params, buffers or None
