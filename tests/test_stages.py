@@ -34,6 +34,8 @@ CASES: dict[tuple[str, torch.dtype], dict[str, Any]] = {
     ("micro", F32): {"accumulate": 4, "bucket_bytes": PIECES},
     ("micro, clip", F64): {"accumulate": 4, "clip_norm": CLIP, "bucket_bytes": WHOLE},
 }
+RUNS = [(name, case) for name in MODELS for case in CASES if (name, case[0]) != ("gpt", "plain, single")]
+"""A bucket a leaf is 40 buckets in the GPT, thousands of small messages; the other model shows it."""
 
 
 def trajectory(name: str, dtype: torch.dtype, stage: int, rank: int, settings: dict[str, Any]) -> list[Moment]:
@@ -69,7 +71,8 @@ def against(ours: list[Moment], theirs: list[Moment], what: str, compare: Any) -
 def job(rank: int, world: int, name: str) -> dict[str, Any]:  # noqa: ARG001  (the launcher passes it)
     """Run every case at every stage on this rank; report what differs between stages, and what stages 0 and 2 gave."""
     bits, pairs, kept = [], [], {}
-    for case, settings in CASES.items():
+    for case in (case for model, case in RUNS if model == name):
+        settings = CASES[case]
         runs = [trajectory(name, case[1], stage, rank, settings) for stage in STAGES]
         accumulates = "accumulate" in settings
         for stage in (1, 2, 3):
@@ -81,7 +84,8 @@ def job(rank: int, world: int, name: str) -> dict[str, Any]:  # noqa: ARG001  (t
         kept[case, 0], kept[case, 2] = runs[0], runs[2]
     plain = kept[("plain", F32), 0]
     for cut in ("plain, pieces", "plain, single"):
-        bits += against(kept[(cut, F32), 0], plain, f"{cut} != plain", without_norm)
+        if ((cut, F32), 0) in kept:
+            bits += against(kept[(cut, F32), 0], plain, f"{cut} != plain", without_norm)
     # one rank's leaves are enough beside the fingerprints of the others'
     return {"bits": bits, "pairs": pairs, "print": fingerprint(kept), "kept": kept if rank == 0 else None}
 
@@ -149,8 +153,7 @@ def test_all_ranks_hold_the_same_bits(world: int, name: str) -> None:
     assert len({result["print"] for result in results(world, name)}) == 1
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "case"), RUNS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_equal_to_torch_adamw_on_the_combined_batch(world: int, name: str, case: tuple[str, torch.dtype]) -> None:
     """O1: one process, the ranks' batches concatenated, torch.optim.AdamW and clip_grad_norm_."""
