@@ -3,6 +3,7 @@
 from fzero.block import Sharded as Sharded
 from fzero.block import block as block
 from fzero.block import remat as remat
+from fzero.hooked import HookedZero as HookedZero
 from fzero.module import from_module as from_module
 from fzero.optim import AdamWState as AdamWState
 from fzero.optim import LionState as LionState

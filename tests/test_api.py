@@ -12,6 +12,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 NAMES = {
     "AdamWState",
+    "HookedZero",
     "Label",
     "LionState",
     "Mean",

@@ -1,0 +1,354 @@
+"""The classic engine: a plain `nn.Module`, hooks, and asynchronous collectives launched while backward runs.
+
+====== ============================ ============================ =====================================================
+stage  at rest on each rank         gathered                     gradients reduced
+====== ============================ ============================ =====================================================
+0      everything                   never                        in backward, bucket by bucket; gathered for the update
+1      parameters, 1/N of state     by `step`                    in backward; the local sum lives until the step
+2      parameters, 1/N of state     by `step`                    in backward; each bucket is freed when it has been sent
+3      1/N                          unit by unit, in forward     as in stage 2
+                                    and again in backward
+====== ============================ ============================ =====================================================
+
+It shares layout, optimizers and collectives with `fzero.Zero` and gives the same bits: each is the other's test.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fzero.agree import agree
+from fzero.calls import Calls
+from fzero.comm import axis_of, from_rank0, gather, new_token, share_buffers, sum_over_ranks
+from fzero.flats import Flat
+from fzero.hooks import Collector
+from fzero.layout import make_layout
+from fzero.rule import Optimizer, wide
+from fzero.state import Mean, Metrics
+from fzero.taken import Settings, take
+
+
+class HookedZero:
+    """ZeRO for a plain `nn.Module`, with hooks: ``backward(loss)``, then ``step()``.
+
+    The loss is the mean over ranks and `backward` calls of what is handed to `backward`, or with `fzero.Mean` the mean
+    over all counted items; nobody divides beforehand. Parameters that a pass does not reach have a zero gradient: decay
+    and old momentum keep moving them, as in `fzero.Zero`, whose gradients, parameters, moments, buffers, loss and norm
+    this engine reproduces bit for bit (eagerly, on CPU).
+
+    The engine takes the module over: its parameters become views into flat buffers (in stage 3 they have shape (0,)
+    outside their unit's forward and backward), and ``p.grad`` is the engine's own. Use `params` for values, `grads` for
+    gradients, one engine a module, and `backward` instead of ``loss.backward()``. Parameters with ``requires_grad``
+    False are carried unchanged: rank 0's values, replicated, no gradient, no moments, no decay.
+
+    Parameters
+    ----------
+    module
+        Any module; rank 0's parameters and buffers win on every rank.
+    opt
+        The optimizer, `fzero.adamw(...)` for one; masks and factors see a dict of full parameters by name.
+    stage
+        0: everything replicated. 1: optimizer state sharded. 2: gradients too. 3: parameters too.
+    mesh
+        A 1-D `DeviceMesh` over all ranks, or None for the default process group, or none at all for a world of one.
+    units
+        Submodules that stage 3 gathers as one, in the order in which forward calls them; what such a submodule computes
+        leaves it as its return value. Default: the entries of the `nn.ModuleList` or `nn.Sequential` with the most
+        parameters. Parameters that are reachable from elsewhere too count as outside.
+    bucket_bytes
+        Cap of a bucket, in bytes.
+    clip_norm
+        Largest global L2 norm of the mean gradient; it is scaled by min(1, clip_norm / (norm + 1e-6)).
+    buffer_policy
+        What happens to floating buffers across ranks in `step`: "rank0" (rank 0's values everywhere), "mean", "none".
+
+    Raises
+    ------
+    TypeError, ValueError
+        On every rank, naming the argument or parameter, if any rank's are refused or the ranks' differ.
+
+    Examples
+    --------
+    >>> import fzero, torch
+    >>> engine = fzero.HookedZero(torch.nn.Linear(2, 1), fzero.adamw(0.01))
+    >>> engine.backward(engine(torch.ones(4, 2)).square().mean())
+    >>> metrics = engine.step()
+    >>> int(metrics.step), list(engine.params())
+    (1, ['weight', 'bias'])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        opt: Optimizer,
+        stage: int = 2,
+        *,
+        mesh: DeviceMesh | None = None,
+        units: Iterable[nn.Module] | None = None,
+        bucket_bytes: int = 25 * 2**20,
+        clip_norm: float | None = None,
+        buffer_policy: str = "rank0",
+    ) -> None:
+        self._axis = axis_of(mesh)
+        settings = Settings(stage, bucket_bytes, clip_norm, buffer_policy)
+        taken, _, _ = agree(
+            self._axis, "HookedZero", lambda: take(module, opt, units, settings), lambda found: found.digest(settings)
+        )
+        self.module = module
+        self._opt, self._settings, self._taken, self._stage = opt, settings, taken, stage
+        self._device = taken.trained[0].device
+        self._layout = make_layout(taken.specs, self._axis.size, bucket_bytes)
+        self._share_fixed()
+        self._flats = [
+            Flat(bucket, [taken.trained[slot.leaf] for slot in bucket.slots], self._axis, stays=stage < 3)
+            for bucket in self._layout.buckets
+        ]
+        self._opt_states = [opt.init(self._owned(flat)) for flat in self._flats]
+        self._collector = Collector(self._layout, taken.trained, taken.trained_names, self._axis, keeps=stage < 2)
+        self._calls = Calls(module, {parameter: place for place, parameter in enumerate(taken.trained)})
+        self._step = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._syncs, self._in_backward, self._fresh = True, False, True
+        self._begin_step()
+
+    def _share_fixed(self) -> None:
+        """Take over rank 0's buffers and frozen parameters, and keep the buffers as they are now."""
+        with torch.no_grad():
+            for tensor in [*self._taken.frozen.values(), *self._buffers().values()]:
+                tensor.copy_(from_rank0(tensor.detach().clone(memory_format=torch.contiguous_format), self._axis))
+            self._kept_buffers = [buffer.clone() for buffer in self._buffers().values()]
+
+    def _buffers(self) -> dict[str, Tensor]:
+        # looked up each time: forward may have put another tensor there
+        return OrderedDict((name, self.module.get_buffer(name).detach()) for name in self._taken.buffer_names)
+
+    def _owned(self, flat: Flat) -> Tensor:
+        """Return the part of a bucket that this rank updates."""
+        return flat.full if self._stage == 0 else flat.shard
+
+    def _begin_step(self) -> None:
+        self._collector.reset()
+        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._count = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._kind: type | None = None
+        """Whether the losses of this step are `Mean` or plain; None before the first."""
+        self._loss_dtype = torch.float32
+
+    # --- forward and backward --------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output."""
+        if self._in_backward:  # recomputed by activation checkpointing
+            return self.module(*args, **kwargs)
+        if self._fresh:
+            self._calls.clear()
+            self._fresh = False
+        self._calls.counting = torch.is_grad_enabled()
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._calls.counting = False
+
+    def backward(self, loss: Tensor | Mean) -> None:
+        """Add the gradient of a loss, this rank's own, 0-d and floating. Collective outside `no_sync`.
+
+        It is not divided: `step` divides once. Called several times before a step it accumulates: stages 0 and 1 sum
+        locally and reduce the sum again in each call (`no_sync` around all but the last call saves those bytes);
+        stages 2 and 3 reduce, then sum.
+
+        Communicates, for S bytes of buckets, times (N-1)/N: S, and in stage 3 S more for the units.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the loss is not a 0-d floating tensor (or a `Mean` of one) with a graph that reaches a parameter.
+        RuntimeError
+            If a parameter gets gradients from a backward pass inside the backward pass after its bucket was sent.
+            After any error what was accumulated is dropped.
+        """
+        total, count = self._read(loss)
+        self._collector.begin(syncs=self._syncs, held=self._calls.repeated)
+        self._in_backward = True
+        try:
+            total.backward()  # type: ignore[no-untyped-call]
+            self._collector.end()
+        except BaseException:
+            self._begin_step()
+            raise
+        finally:
+            self._in_backward, self._fresh = False, True
+        self._kind = type(loss)
+        self._total = self._total + total.detach().to(torch.float64)
+        self._count = self._count + count
+        self._loss_dtype = torch.float64 if total.dtype == torch.float64 else torch.float32
+
+    def _read(self, loss: Tensor | Mean) -> tuple[Tensor, Tensor]:
+        total, count = (loss.total, loss.count) if isinstance(loss, Mean) else (loss, 1.0)
+        if not isinstance(total, Tensor):
+            raise TypeError(f"loss: must be a 0-d floating tensor or fzero.Mean, got {type(total).__name__}")
+        if not total.is_floating_point():
+            raise TypeError(f"loss: must be floating, got {total.dtype}; it has no gradient")
+        if total.ndim:
+            raise ValueError(f"loss: must be 0-d, got shape {tuple(total.shape)}; take its mean")
+        if not total.requires_grad:
+            raise ValueError(
+                "loss: has no graph that reaches a parameter; was forward run under no_grad, or the loss detached?"
+            )
+        if self._kind is not None and self._kind is not type(loss) and Mean in (self._kind, type(loss)):
+            raise ValueError(
+                "loss: fzero.Mean and plain losses in one step; a sum and a mean do not add up, use one kind"
+            )
+        counted = torch.as_tensor(count, device=total.device).detach().to(torch.float64)
+        if counted.ndim:
+            raise ValueError(f"loss: Mean.count must be 0-d, got shape {tuple(counted.shape)}")
+        return total, counted
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, `backward` sums gradients locally, without communication.
+
+        The next `backward` outside, or `step`, or `grads`, reduces the sum. In stages 2 and 3 a full local gradient
+        lives until then.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    # --- step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> Metrics:
+        """Update parameters, moments and buffers with the gradients since the last step. Collective.
+
+        A gradient that is not finite on any rank makes the step the identity on all of them, and ``metrics.skipped``
+        true; buffers are those of the last step then. Nothing waits for the device.
+
+        Communicates S (N-1)/N bytes for S bytes of buckets, in stage 3 none, besides one all-gather of 32 bytes and one
+        collective for floating buffers.
+
+        Raises
+        ------
+        ValueError
+            If there was no `backward` since the last step.
+        """
+        self._need_gradients("step")
+        reduced = self._collector.finished()
+        loss, norm, bad, count = self._control(reduced)
+        skipped = bad > 0
+        limit = self._settings.clip_norm
+        clip = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+        norm_dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in reduced) else torch.float32
+        for number, flat in enumerate(self._flats):
+            self._update(number, flat, _divided(reduced[number], count, clip), skipped)
+        self._update_buffers(skipped)
+        self._step = torch.where(skipped, self._step, self._step + 1)
+        metrics = Metrics(loss.to(self._loss_dtype), norm.to(norm_dtype), skipped, self._step.clone())
+        self._begin_step()
+        return metrics
+
+    def _need_gradients(self, what: str) -> None:
+        if self._kind is None:
+            raise ValueError(f"{what}: there is no gradient since the last step; call backward(loss) first")
+
+    def _control(self, reduced: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Agree over all ranks, with one all-gather of 32 bytes, on loss, gradient norm, faults and count."""
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        bad = torch.zeros((), dtype=torch.float64, device=self._device)
+        for gradient in reduced:
+            square = square + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            bad = bad + (~torch.isfinite(gradient).all()).to(torch.float64)
+        mine = torch.stack([self._total, self._count, square, bad])
+        total, count, square, bad = sum_over_ranks(mine, self._axis).unbind()
+        count = torch.where(count > 0, count, torch.ones_like(count))
+        return total / count, square.sqrt() / count, bad, count
+
+    def _update(self, number: int, flat: Flat, mean: Tensor, skipped: Tensor) -> None:
+        """Run the optimizer on one bucket and, if parameters stay gathered, gather it."""
+        if self._stage == 0:
+            mean = gather(mean, new_token(mean), self._axis)[0]
+        owned, state = self._owned(flat), self._opt_states[number]
+        new, new_state = self._opt.update(mean, state, owned, labels=flat.bucket.label)
+        owned.copy_(torch.where(skipped, owned, new))
+        optree.tree_map_(lambda old, value: old.copy_(torch.where(skipped, old, value)), state, new_state)
+        if self._stage in (1, 2) and self._axis.size > 1:
+            flat.full.copy_(gather(flat.shard, new_token(flat.shard), self._axis)[0])
+        flat.changed()
+
+    def _update_buffers(self, skipped: Tensor) -> None:
+        """Apply the buffer policy to floating buffers, with one collective, and the rule for skipped steps."""
+        after = list(self._buffers().values())
+        new = list(after)
+        shared = [place for place, buffer in enumerate(after) if buffer.is_floating_point() and buffer.numel()]
+        if shared and self._settings.buffer_policy != "none" and self._axis.size > 1:
+            widest = after[shared[0]].dtype
+            for place in shared:
+                widest = torch.promote_types(widest, after[place].dtype)
+            flat = torch.cat([after[place].reshape(-1).to(widest) for place in shared])
+            flat = share_buffers(flat, self._settings.buffer_policy, self._axis)
+            pieces = torch.split(flat, [after[place].numel() for place in shared])
+            for place, piece in zip(shared, pieces, strict=True):
+                new[place] = piece.view(after[place].shape).to(after[place].dtype)
+        for kept, buffer, value in zip(self._kept_buffers, after, new, strict=True):
+            kept.copy_(torch.where(skipped, kept, value))
+            buffer.copy_(kept)
+
+    # --- full trees ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def params(self) -> OrderedDict[str, Tensor]:
+        """Return all parameters by name, full and in memory of their own; a tied one once. Collective in stage 3."""
+        fulls = [flat.full if flat.here else self._gathered(flat.shard) for flat in self._flats]
+        return self._tree(fulls, {name: parameter.detach().clone() for name, parameter in self._taken.frozen.items()})
+
+    def buffers(self) -> OrderedDict[str, Tensor]:
+        """Return a copy of this rank's buffers by name; equal on all ranks after a step unless the policy is "none"."""
+        return OrderedDict((name, buffer.clone()) for name, buffer in self._buffers().items())
+
+    @torch.no_grad()
+    def opt_state(self) -> Any:
+        """Return the optimizer's state, with a dict by name in place of each moment (None where frozen). Collective."""
+        size = self._owned(self._flats[0]).shape
+
+        def full(*leaves: Tensor) -> Any:
+            if leaves[0].shape != size:
+                return leaves[0].clone()  # what all buckets share, such as the step count
+            return self._tree([leaf if self._stage == 0 else self._gathered(leaf) for leaf in leaves])
+
+        return optree.tree_map(full, *self._opt_states)
+
+    @torch.no_grad()
+    def grads(self) -> OrderedDict[str, Tensor | None]:
+        """Return the full mean gradient by name, before clipping; None where frozen. Collective.
+
+        Between `backward` and `step`; what was summed locally under `no_sync` is reduced first.
+        """
+        self._need_gradients("grads")
+        reduced = self._collector.finished()
+        _, _, _, count = self._control(reduced)
+        return self._tree([self._gathered(_divided(gradient, count)) for gradient in reduced])
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        return gather(part, new_token(part), self._axis)[0]
+
+    def _tree(self, fulls: list[Tensor], frozen: dict[str, Tensor] | None = None) -> OrderedDict[str, Any]:
+        found: dict[str, Any] = dict.fromkeys(self._taken.frozen) if frozen is None else dict(frozen)
+        for flat, full in zip(self._flats, fulls, strict=True):
+            for slot, leaf in zip(flat.bucket.slots, flat.leaves(full), strict=True):
+                found[self._taken.trained_names[slot.leaf]] = leaf
+        return OrderedDict((name, found[name]) for name in self._taken.names)
+
+
+def _divided(gradient: Tensor, count: Tensor, clip: Tensor | None = None) -> Tensor:
+    """Return the mean gradient from a sum and its count, clipped; 16-bit floats are rounded once, at the end."""
+    own = wide(gradient.dtype)
+    mean = gradient.to(own) / count.to(own)
+    if clip is not None:
+        mean = mean * clip.to(own)
+    return mean.to(gradient.dtype)
