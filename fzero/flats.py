@@ -24,7 +24,7 @@ class Flat:
     """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], axis: Axis, *, stays: bool) -> None:
-        self.bucket, self.parameters, self.axis = bucket, tuple(parameters), axis
+        self.bucket, self.parameters = bucket, tuple(parameters)
         self.full = from_rank0(pack(bucket, [parameter.detach() for parameter in parameters]), axis)
         self._views = split(bucket, self.full)
         own = shard(self.full, axis.size, axis.rank)

@@ -24,14 +24,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.agree import agree
+from fzero.buffers import Buffers, share
 from fzero.calls import Calls
-from fzero.comm import axis_of, from_rank0, gather, new_token, share_buffers, sum_over_ranks
+from fzero.comm import axis_of, gather, new_token
 from fzero.flats import Flat
 from fzero.hooks import Collector
 from fzero.layout import make_layout
-from fzero.rule import Optimizer, wide
+from fzero.means import clip_factor, control, divided, read_loss
+from fzero.rule import Optimizer
 from fzero.state import Mean, Metrics
 from fzero.taken import Settings, take
+from fzero.units import Units
 
 
 class HookedZero:
@@ -104,28 +107,22 @@ class HookedZero:
         self._opt, self._settings, self._taken, self._stage = opt, settings, taken, stage
         self._device = taken.trained[0].device
         self._layout = make_layout(taken.specs, self._axis.size, bucket_bytes)
-        self._share_fixed()
+        share(taken.frozen.values(), self._axis)
+        self._buffers = Buffers(module, taken.buffer_names, buffer_policy, self._axis)
         self._flats = [
             Flat(bucket, [taken.trained[slot.leaf] for slot in bucket.slots], self._axis, stays=stage < 3)
             for bucket in self._layout.buckets
         ]
         self._opt_states = [opt.init(self._owned(flat)) for flat in self._flats]
-        self._collector = Collector(self._layout, taken.trained, taken.trained_names, self._axis, keeps=stage < 2)
+        self._units = Units(taken.units, self._flats, self._axis) if stage == 3 else None
+        landed = self._units.landed if self._units else None
+        self._collector = Collector(
+            self._layout, taken.trained, taken.trained_names, self._axis, keeps=stage < 2, on_landing=landed
+        )
         self._calls = Calls(module, {parameter: place for place, parameter in enumerate(taken.trained)})
         self._step = torch.zeros((), dtype=torch.int64, device=self._device)
         self._syncs, self._in_backward, self._fresh = True, False, True
         self._begin_step()
-
-    def _share_fixed(self) -> None:
-        """Take over rank 0's buffers and frozen parameters, and keep the buffers as they are now."""
-        with torch.no_grad():
-            for tensor in [*self._taken.frozen.values(), *self._buffers().values()]:
-                tensor.copy_(from_rank0(tensor.detach().clone(memory_format=torch.contiguous_format), self._axis))
-            self._kept_buffers = [buffer.clone() for buffer in self._buffers().values()]
-
-    def _buffers(self) -> dict[str, Tensor]:
-        # looked up each time: forward may have put another tensor there
-        return OrderedDict((name, self.module.get_buffer(name).detach()) for name in self._taken.buffer_names)
 
     def _owned(self, flat: Flat) -> Tensor:
         """Return the part of a bucket that this rank updates."""
@@ -136,7 +133,7 @@ class HookedZero:
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._count = torch.zeros((), dtype=torch.float64, device=self._device)
         self._kind: type | None = None
-        """Whether the losses of this step are `Mean` or plain; None before the first."""
+        """The type of this step's losses; None before the first."""
         self._loss_dtype = torch.float32
 
     # --- forward and backward --------------------------------------------------------------------------------------
@@ -150,7 +147,10 @@ class HookedZero:
             self._fresh = False
         self._calls.counting = torch.is_grad_enabled()
         try:
-            return self.module(*args, **kwargs)
+            if self._units is None:
+                return self.module(*args, **kwargs)
+            with self._units.forward():
+                return self.module(*args, **kwargs)
         finally:
             self._calls.counting = False
 
@@ -168,14 +168,20 @@ class HookedZero:
         TypeError, ValueError
             If the loss is not a 0-d floating tensor (or a `Mean` of one) with a graph that reaches a parameter.
         RuntimeError
-            If a parameter gets gradients from a backward pass inside the backward pass after its bucket was sent.
-            After any error what was accumulated is dropped.
+            If a backward pass inside this one gives a parameter a gradient after its bucket was sent. After any error
+            what was accumulated is dropped.
         """
-        total, count = self._read(loss)
+        total, count = read_loss(loss, self._kind)
         self._collector.begin(syncs=self._syncs, held=self._calls.repeated)
         self._in_backward = True
         try:
-            total.backward()  # type: ignore[no-untyped-call]
+            if self._units is None:
+                total.backward()  # type: ignore[no-untyped-call]
+            else:
+                nested = self._calls.nested
+                total.register_hook(lambda _: self._collector.arrive_unreached(nested))  # type: ignore[no-untyped-call]
+                with self._units.backward():
+                    total.backward()  # type: ignore[no-untyped-call]
             self._collector.end()
         except BaseException:
             self._begin_step()
@@ -186,27 +192,6 @@ class HookedZero:
         self._total = self._total + total.detach().to(torch.float64)
         self._count = self._count + count
         self._loss_dtype = torch.float64 if total.dtype == torch.float64 else torch.float32
-
-    def _read(self, loss: Tensor | Mean) -> tuple[Tensor, Tensor]:
-        total, count = (loss.total, loss.count) if isinstance(loss, Mean) else (loss, 1.0)
-        if not isinstance(total, Tensor):
-            raise TypeError(f"loss: must be a 0-d floating tensor or fzero.Mean, got {type(total).__name__}")
-        if not total.is_floating_point():
-            raise TypeError(f"loss: must be floating, got {total.dtype}; it has no gradient")
-        if total.ndim:
-            raise ValueError(f"loss: must be 0-d, got shape {tuple(total.shape)}; take its mean")
-        if not total.requires_grad:
-            raise ValueError(
-                "loss: has no graph that reaches a parameter; was forward run under no_grad, or the loss detached?"
-            )
-        if self._kind is not None and self._kind is not type(loss) and Mean in (self._kind, type(loss)):
-            raise ValueError(
-                "loss: fzero.Mean and plain losses in one step; a sum and a mean do not add up, use one kind"
-            )
-        counted = torch.as_tensor(count, device=total.device).detach().to(torch.float64)
-        if counted.ndim:
-            raise ValueError(f"loss: Mean.count must be 0-d, got shape {tuple(counted.shape)}")
-        return total, counted
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -240,14 +225,15 @@ class HookedZero:
         """
         self._need_gradients("step")
         reduced = self._collector.finished()
-        loss, norm, bad, count = self._control(reduced)
+        loss, norm, bad, count = control(reduced, (self._total, self._count), self._axis)
         skipped = bad > 0
-        limit = self._settings.clip_norm
-        clip = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+        clip = clip_factor(norm, self._settings.clip_norm)
         norm_dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in reduced) else torch.float32
         for number, flat in enumerate(self._flats):
-            self._update(number, flat, _divided(reduced[number], count, clip), skipped)
-        self._update_buffers(skipped)
+            self._update(number, flat, divided(reduced[number], count, clip), skipped)
+        if self._units is not None:
+            self._units.free_outside()
+        self._buffers.update(skipped)
         self._step = torch.where(skipped, self._step, self._step + 1)
         metrics = Metrics(loss.to(self._loss_dtype), norm.to(norm_dtype), skipped, self._step.clone())
         self._begin_step()
@@ -256,18 +242,6 @@ class HookedZero:
     def _need_gradients(self, what: str) -> None:
         if self._kind is None:
             raise ValueError(f"{what}: there is no gradient since the last step; call backward(loss) first")
-
-    def _control(self, reduced: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Agree over all ranks, with one all-gather of 32 bytes, on loss, gradient norm, faults and count."""
-        square = torch.zeros((), dtype=torch.float64, device=self._device)
-        bad = torch.zeros((), dtype=torch.float64, device=self._device)
-        for gradient in reduced:
-            square = square + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            bad = bad + (~torch.isfinite(gradient).all()).to(torch.float64)
-        mine = torch.stack([self._total, self._count, square, bad])
-        total, count, square, bad = sum_over_ranks(mine, self._axis).unbind()
-        count = torch.where(count > 0, count, torch.ones_like(count))
-        return total / count, square.sqrt() / count, bad, count
 
     def _update(self, number: int, flat: Flat, mean: Tensor, skipped: Tensor) -> None:
         """Run the optimizer on one bucket and, if parameters stay gathered, gather it."""
@@ -281,24 +255,6 @@ class HookedZero:
             flat.full.copy_(gather(flat.shard, new_token(flat.shard), self._axis)[0])
         flat.changed()
 
-    def _update_buffers(self, skipped: Tensor) -> None:
-        """Apply the buffer policy to floating buffers, with one collective, and the rule for skipped steps."""
-        after = list(self._buffers().values())
-        new = list(after)
-        shared = [place for place, buffer in enumerate(after) if buffer.is_floating_point() and buffer.numel()]
-        if shared and self._settings.buffer_policy != "none" and self._axis.size > 1:
-            widest = after[shared[0]].dtype
-            for place in shared:
-                widest = torch.promote_types(widest, after[place].dtype)
-            flat = torch.cat([after[place].reshape(-1).to(widest) for place in shared])
-            flat = share_buffers(flat, self._settings.buffer_policy, self._axis)
-            pieces = torch.split(flat, [after[place].numel() for place in shared])
-            for place, piece in zip(shared, pieces, strict=True):
-                new[place] = piece.view(after[place].shape).to(after[place].dtype)
-        for kept, buffer, value in zip(self._kept_buffers, after, new, strict=True):
-            kept.copy_(torch.where(skipped, kept, value))
-            buffer.copy_(kept)
-
     # --- full trees ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -309,7 +265,7 @@ class HookedZero:
 
     def buffers(self) -> OrderedDict[str, Tensor]:
         """Return a copy of this rank's buffers by name; equal on all ranks after a step unless the policy is "none"."""
-        return OrderedDict((name, buffer.clone()) for name, buffer in self._buffers().items())
+        return OrderedDict((name, buffer.clone()) for name, buffer in self._buffers.now().items())
 
     @torch.no_grad()
     def opt_state(self) -> Any:
@@ -331,8 +287,8 @@ class HookedZero:
         """
         self._need_gradients("grads")
         reduced = self._collector.finished()
-        _, _, _, count = self._control(reduced)
-        return self._tree([self._gathered(_divided(gradient, count)) for gradient in reduced])
+        _, _, _, count = control(reduced, (self._total, self._count), self._axis)
+        return self._tree([self._gathered(divided(gradient, count)) for gradient in reduced])
 
     def _gathered(self, part: Tensor) -> Tensor:
         return gather(part, new_token(part), self._axis)[0]
@@ -343,12 +299,3 @@ class HookedZero:
             for slot, leaf in zip(flat.bucket.slots, flat.leaves(full), strict=True):
                 found[self._taken.trained_names[slot.leaf]] = leaf
         return OrderedDict((name, found[name]) for name in self._taken.names)
-
-
-def _divided(gradient: Tensor, count: Tensor, clip: Tensor | None = None) -> Tensor:
-    """Return the mean gradient from a sum and its count, clipped; 16-bit floats are rounded once, at the end."""
-    own = wide(gradient.dtype)
-    mean = gradient.to(own) / count.to(own)
-    if clip is not None:
-        mean = mean * clip.to(own)
-    return mean.to(gradient.dtype)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from fzero.comm import Axis, finish_scatter, start_scatter
 from fzero.layout import Layout, split
@@ -44,7 +45,7 @@ class Collector:
         axis: Axis,
         *,
         keeps: bool,
-        on_landing: Callable[[int], None] = lambda _: None,
+        on_landing: Callable[[int], None] | None = None,
     ) -> None:
         self._buckets, self._parameters, self._names, self._axis = layout.buckets, parameters, names, axis
         self._keeps, self._on_landing = keeps, on_landing
@@ -98,7 +99,14 @@ class Collector:
         self._missing[self._home[place][0]] -= 1
         while self._syncs and self._next >= 0 and self._missing[self._next] == 0:
             self._send()
-        self._on_landing(place)
+        if self._on_landing is not None:
+            self._on_landing(place)
+
+    def arrive_unreached(self, nested: frozenset[int]) -> None:
+        """Count as complete what the pass that runs does not reach; graphs inside the graph may reach `nested`."""
+        for place, parameter in enumerate(self._parameters):
+            if place not in nested and not _is_reached(parameter):
+                self.arrive(place)
 
     def end(self) -> None:
         """Finish a pass: send what has not been sent, in order."""
@@ -202,6 +210,15 @@ def _watch(collector: weakref.ref[Collector], place: int, parameter: nn.Paramete
             alive.land(place)
 
     parameter.register_post_accumulate_grad_hook(landed)  # type: ignore[no-untyped-call]
+
+
+def _is_reached(parameter: nn.Parameter) -> bool:
+    """Return whether the backward pass that runs will give a parameter a gradient."""
+    if not parameter.requires_grad:
+        return False
+    with torch.enable_grad():
+        node = get_gradient_edge(parameter).node
+    return torch._C._will_engine_execute_node(node)  # noqa: SLF001  (register_multi_grad_hook is built on it)
 
 
 def _put_back(parameter: nn.Parameter, view: Tensor) -> None:

@@ -90,8 +90,6 @@ def _check_settings(settings: Settings) -> None:
     stage, cap, clip, policy = settings
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"stage: must be 0, 1, 2 or 3, got {stage!r}")
-    if stage == 3:
-        raise ValueError("stage: 3 is not supported by HookedZero yet; use 2, or fzero.Zero")
     if clip is not None and not 0 < clip < float("inf"):
         raise ValueError(f"clip_norm: must be a positive finite number or None, got {clip!r}")
     if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:

@@ -16,7 +16,7 @@ import fzero
 pytestmark = pytest.mark.ranks
 
 WORLDS = (1, 2, 3, 4)
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 RATE = 0.01
 PIECES = 700
 """Bucket cap in bytes that cuts each model into several buckets."""
