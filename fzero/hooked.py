@@ -115,9 +115,8 @@ class HookedZero:
         ]
         self._opt_states = [opt.init(self._owned(flat)) for flat in self._flats]
         self._units = Units(taken.units, self._flats, self._axis) if stage == 3 else None
-        landed = self._units.landed if self._units else None
         self._collector = Collector(
-            self._layout, taken.trained, taken.trained_names, self._axis, keeps=stage < 2, on_landing=landed
+            self._layout, taken.trained, taken.trained_names, self._axis, keeps=stage < 2, units=self._units
         )
         self._calls = Calls(module, {parameter: place for place, parameter in enumerate(taken.trained)})
         self._step = torch.zeros((), dtype=torch.int64, device=self._device)

@@ -1,7 +1,7 @@
 """Gradients of a backward pass, collected bucket by bucket by hooks and reduced while it still runs."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fzero.comm import Axis, finish_scatter, start_scatter
 from fzero.layout import Layout, split
+from fzero.units import Units
 
 
 class Collector:
@@ -33,8 +34,8 @@ class Collector:
         The ranks that reduce.
     keeps
         Whether local gradients are kept.
-    on_landing
-        Called with a parameter's position when its gradient of this pass is complete.
+    units
+        Stage 3's, which have to know what is complete and what is about to be sent.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class Collector:
         axis: Axis,
         *,
         keeps: bool,
-        on_landing: Callable[[int], None] | None = None,
+        units: Units | None = None,
     ) -> None:
         self._buckets, self._parameters, self._names, self._axis = layout.buckets, parameters, names, axis
-        self._keeps, self._on_landing = keeps, on_landing
+        self._keeps, self._units = keeps, units
         self._home = {
             slot.leaf: (number, index)
             for number, bucket in enumerate(layout.buckets)
@@ -99,8 +100,8 @@ class Collector:
         self._missing[self._home[place][0]] -= 1
         while self._syncs and self._next >= 0 and self._missing[self._next] == 0:
             self._send()
-        if self._on_landing is not None:
-            self._on_landing(place)
+        if self._units is not None:
+            self._units.landed(place)
 
     def arrive_unreached(self, nested: frozenset[int]) -> None:
         """Count as complete what the pass that runs does not reach; graphs inside the graph may reach `nested`."""
@@ -177,6 +178,8 @@ class Collector:
     def _send(self) -> None:
         """Launch the reduction of the next bucket."""
         number = self._next
+        if self._units is not None:
+            self._units.catch_up(self._buckets[number].block)
         if self._keeps:
             flat = self._kept[number][0]
         else:

@@ -128,6 +128,14 @@ class Units:
             unit.waiting.discard(place)
             self._free_if_done(unit)
 
+    def catch_up(self, number: int | None) -> None:
+        """Gather, for the others, the units that this rank has skipped before it sends the gradient of one.
+
+        Otherwise it might wait for that bucket's sum, which another rank can only send after such a gather.
+        """
+        while self._mode == "backward" and number is not None and self._next >= number:
+            self._pass_over()
+
     # --- one unit --------------------------------------------------------------------------------------------------
 
     def need(self, number: int) -> None:
