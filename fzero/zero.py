@@ -227,8 +227,9 @@ class Zero:
         """Run all micro-batches; gather once at the head, sum their gradients and totals."""
         fulls = program.head(parts.shards)
         sums = [torch.zeros_like(leaf) for leaf in (parts.shards if self._stage >= 2 else fulls)]
-        zero = torch.zeros((), dtype=torch.float64, device=parts.step.device)
-        totals = Totals(zero, zero, parts.buffers, None, zero)
+        # tensors of their own from the start: an input that is another one in disguise would compile once more
+        zero, none, sample = torch.zeros(3, dtype=torch.float64, device=parts.step.device).unbind()
+        totals = Totals(zero.clone(), none.clone(), optree.tree_map(Tensor.clone, parts.buffers), None, sample)
         auxes = []
         for micro in micros:
             carried = (sums, totals.total, totals.counted, totals.buffers)

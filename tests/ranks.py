@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 COLLECTIVE_LIMIT = 20.0
-"""Seconds after which a collective or a wait on the store gives up."""
+"""Seconds after which a collective or a wait on the store gives up; more in a long run, where ranks compile."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class RanksFailedError(AssertionError):
     """A rank failed or did not end in time."""
 
 
-def _child(rank: int, world: int, folder: str, job: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+def _child(
+    rank: int, world: int, folder: str, patience: float, job: tuple[Callable[..., Any], tuple[Any, ...]]
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -47,7 +49,7 @@ def _child(rank: int, world: int, folder: str, job: tuple[Callable[..., Any], tu
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=COLLECTIVE_LIMIT),
+            timeout=timedelta(seconds=patience),
         )
         outcome = Outcome(result=function(rank, world, *args))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the parent reports it)
@@ -63,12 +65,13 @@ def _child(rank: int, world: int, folder: str, job: tuple[Callable[..., Any], tu
 
 def outcomes(function: Callable[..., Any], world: int, *args: Any, limit: float = 60.0) -> list[Outcome]:
     """Run ``function(rank, world, *args)`` on every rank and return how each ended; raise if one does not end."""
+    patience = max(COLLECTIVE_LIMIT, limit / 4)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "fzero"])
     with tempfile.TemporaryDirectory() as folder:
         children: list[ForkServerProcess] = []
         for rank in range(world):
-            child = context.Process(target=_child, args=(rank, world, folder, (function, args)))
+            child = context.Process(target=_child, args=(rank, world, folder, patience, (function, args)))
             child.start()
             children.append(child)
         deadline = time.monotonic() + limit
