@@ -24,10 +24,8 @@ class Unit:
         self.here = False
         self.waiting: set[int] = set()
         """Parameters whose gradient of this backward pass has not landed yet."""
-        self.open: set[int] = set()
-        """Calls whose backward has begun and whose inputs have no gradient yet."""
-        self.running: list[tuple[int, bool]] = []
-        """Calls whose forward runs: a number, and whether a gradient reaches the inputs."""
+        self.running = 0
+        """Calls whose forward runs."""
 
     def fetch(self, axis: Axis) -> None:
         """Gather all buckets."""
@@ -46,11 +44,13 @@ class Units:
     """When which unit is gathered.
 
     A *pass* is one forward or backward pass of the whole module. In forward every unit is gathered exactly once, in the
-    order in which the units were given, and stays until the next one is needed; in backward exactly once, in reverse
-    order, from the first gradient of its output until all its parameters' gradients have landed and its inputs have
-    theirs. A unit that this rank's pass skips is gathered, for the others, before the next one or at the end. So all
-    ranks gather the same units in the same order, whatever each uses and however often it calls one in a row. Gathers
-    have a process group of their own, since gradients are sent at other moments on a rank that skips a unit.
+    order in which the units were given, and stays until the next one is needed. In backward it is gathered exactly
+    once, in reverse order, at the first gradient of its output, and stays until the next one is needed and all its
+    parameters' gradients have landed (autograd runs first what forward ran last, so nothing of it is left then).
+
+    A unit that this rank's pass skips is gathered, for the others, before the next one or at the end. So all ranks
+    gather the same units in the same order, whatever each uses and however often it calls one in a row. Gathers have a
+    process group of their own, since gradients are sent at other moments on a rank that skips a unit.
 
     A unit that is needed again after it was freed in the same pass, or outside a pass, is gathered once more after all
     ranks have agreed to through the store: slow, but never a gather of another unit on another rank.
@@ -67,13 +67,15 @@ class Units:
             places = frozenset(slot.leaf for flat in mine for slot in flat.bucket.slots)
             self._units.append(Unit(name, mine, places))
             self._home.update(dict.fromkeys(places, self._units[-1]))
-            module.register_forward_pre_hook(_before(this, number), prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(_before(this, number), prepend=True)
             module.register_forward_hook(_after(this, number), always_call=True)
         self._mode = ""
         """"forward" or "backward" while such a pass runs."""
         self._next = 0
         """The unit whose turn it is in this pass."""
-        self._calls = self._gathers = 0
+        self._current: Unit | None = None
+        """The unit that was needed last in this pass."""
+        self._gathers = 0
 
     # --- passes ----------------------------------------------------------------------------------------------------
 
@@ -112,9 +114,9 @@ class Units:
             yield
         finally:
             for unit in self._units:
-                unit.running.clear()
+                unit.running = 0
             self._free_all()
-            self._mode = ""
+            self._mode, self._current = "", None
 
     def free_outside(self) -> None:
         """Free what lies outside units."""
@@ -140,7 +142,10 @@ class Units:
 
     def need(self, number: int) -> None:
         """Have a unit here."""
-        unit = self._units[number]
+        unit, before = self._units[number], self._current
+        self._current = unit
+        if before is not None:
+            self._free_if_done(before)
         if unit.here:
             return
         if self._mode == "forward":
@@ -156,37 +161,22 @@ class Units:
             self._agree_on(unit)
         self._fetch(unit)
 
-    def before(self, number: int, inputs: Any) -> None:
+    def before(self, number: int) -> None:
         """Prepare one call of a unit."""
-        unit = self._units[number]
         self.need(number)
-        self._calls += 1
-        call, tensors = self._calls, _with_graph(inputs) if torch.is_grad_enabled() else []
-        unit.running.append((call, bool(tensors)))
-        if tensors:
-
-            def done(_: Any) -> None:
-                unit.open.discard(call)
-                self._free_if_done(unit)
-                handle.remove()  # an input may be a leaf, which outlives the pass
-
-            handle = register_multi_grad_hook(tensors, done)
+        self._units[number].running += 1
 
     def after(self, number: int, outputs: Any) -> None:
         """Finish one call of a unit."""
         unit = self._units[number]
         if not unit.running:
             return  # it was not even gathered
-        call, tracked = unit.running.pop()
-        tensors = _with_graph(outputs) if torch.is_grad_enabled() else []
+        unit.running -= 1
+        tensors = (
+            [tensor for tensor in _tensors(outputs) if tensor.grad_fn is not None] if torch.is_grad_enabled() else []
+        )
         if tensors:
-
-            def begin(_: Any) -> None:
-                self.need(number)
-                if tracked:
-                    unit.open.add(call)
-
-            register_multi_grad_hook(tensors, begin, mode="any")
+            register_multi_grad_hook(tensors, lambda _: self.need(number), mode="any")
         if not self._mode:
             unit.free()
 
@@ -200,12 +190,11 @@ class Units:
             self._free_if_done(unit)
 
     def _free_if_done(self, unit: Unit) -> None:
-        if self._mode == "backward" and unit.here and not unit.waiting and not unit.open:
+        if self._mode == "backward" and unit.here and not unit.waiting and unit is not self._current:
             unit.free()
 
     def _free_all(self) -> None:
         for unit in self._units:
-            unit.open.clear()
             if unit.here and not unit.running:
                 unit.free()
 
@@ -225,10 +214,10 @@ def _own_group(axis: Axis) -> Axis:
 
 
 def _before(units: weakref.ref[Units], number: int) -> Any:
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def hook(*_: Any) -> None:
         alive = units()
         if alive is not None:
-            alive.before(number, (args, kwargs))
+            alive.before(number)
 
     return hook
 
@@ -240,12 +229,6 @@ def _after(units: weakref.ref[Units], number: int) -> Any:
             alive.after(number, outputs)
 
     return hook
-
-
-def _with_graph(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, each once, that a gradient can reach."""
-    found = {id(tensor): tensor for tensor in _tensors(value) if tensor.requires_grad}
-    return list(found.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
