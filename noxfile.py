@@ -90,7 +90,15 @@ def accept(session: nox.Session) -> None:
     """Run every example at its full length (minutes each), or those named: ``nox -s accept -- train_gpt``."""
     plots = session.cache_dir.absolute() / "accept"
     plots.mkdir(exist_ok=True)
-    # the result that an example's docstring promises, where the example itself asserts less
-    promised = {"train_gpt": ("--below", "2.5", "--plot", str(plots / "train_gpt.png"))}
-    for name in session.posargs or sorted(program.stem for program in Path("examples").glob("*.py")):
-        session.run(str(interpreter), f"examples/{name}.py", *promised.get(name, ()))
+    # arguments of each run, with the result that an example's docstring promises where it asserts less by itself
+    resnet = ("--data", "digits", "--stage", "2", "--at-least", "0.95", "--engine")
+    runs: dict[str, list[tuple[str, ...]]] = {
+        "train_gpt": [("--below", "2.5", "--plot", str(plots / "train_gpt.png"))],
+        "train_resnet": [
+            (*resnet, kind, "--plot", str(plots / f"train_resnet-{kind}.png")) for kind in ("hooked", "functional")
+        ],
+    }
+    programs = sorted(program.stem for program in Path("examples").glob("*.py") if program.stem != "launch")
+    for name in session.posargs or programs:
+        for arguments in runs.get(name, [()]):
+            session.run(str(interpreter), f"examples/{name}.py", *arguments)

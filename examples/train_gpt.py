@@ -20,20 +20,16 @@ loss function and a tree of parameters; what a stage changes is only where `fzer
 from __future__ import annotations
 
 import argparse
-import os
 import pydoc_data.topics
 import sys
-import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from launch import add_options, launch, new_file, on_all_ranks, peak_memory, positive, settle
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 from tqdm import tqdm
 
 import fzero
@@ -145,16 +141,6 @@ def validation_batch(data: Tensor, context: int, rank: int, world: int, device: 
 # --- Training ----------------------------------------------------------------------------------------------
 
 
-def peak_memory(device: torch.device) -> float:
-    """Return the most memory this rank has used so far, in MB: of the device, or of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
-
-
 def train(options: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
     """Train one rank of `world`; every rank runs the same lines, and rank 0 also talks."""
     torch.manual_seed(options.seed)
@@ -213,10 +199,7 @@ def train(options: argparse.Namespace, rank: int, world: int, device: torch.devi
     seconds = time.perf_counter() - started
 
     full = engine.params(state)  # collective: every rank calls it
-    memory: list[float | None] = [peak_memory(device)]
-    if world > 1:
-        mine, memory = memory[0], [None] * world
-        dist.all_gather_object(memory, mine)
+    memory = on_all_ranks(peak_memory(device), world)
     if rank == 0:
         print(f"--- sample ---\n{sample(module, full, SAMPLE_BYTES, options.seed)}\n--------------")
         print(f"{options.steps} steps in {seconds:.0f} s; peak memory per rank in MB:", *(f"{mb:.0f}" for mb in memory))
@@ -268,58 +251,7 @@ def plot(file: Path, losses: list[float], evaluated: list[tuple[int, float]]) ->
     plt.close(figure)
 
 
-# --- Starting the ranks ------------------------------------------------------------------------------------
-
-
-def run_rank(rank: int, options: argparse.Namespace, world: int, init_method: str) -> None:
-    """Join the process group, if the world has more than one rank, and train."""
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
-    if world > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        limit = timedelta(minutes=5)
-        dist.init_process_group(backend, init_method, rank=rank, world_size=world, timeout=limit)
-    train(options, rank, world, device)
-    if world > 1:
-        # Only after success: a rank that fails must be the first to end, as its traceback is the one shown.
-        dist.destroy_process_group()
-
-
-def start_ranks(options: argparse.Namespace) -> None:
-    """Start the ranks as children; when one fails or Ctrl-C comes, end them all."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = start_processes(  # type: ignore[no-untyped-call]
-            run_rank,
-            (options, options.ranks, f"file://{folder}/rendezvous"),  # a file needs no free port
-            options.ranks,
-            join=False,
-            daemon=True,
-            start_method="spawn",
-        )
-        try:
-            while not ranks.join():
-                pass
-        except (ProcessRaisedException, ProcessExitedException) as failure:
-            sys.exit(f"rank {failure.error_index} failed: {failure}")
-        except KeyboardInterrupt:
-            sys.exit(130)
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
-
-
-def positive(text: str) -> int:
-    """Read an integer of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
+# --- The command line --------------------------------------------------------------------------------------
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -327,7 +259,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on bytes with fzero.")
     add = parser.add_argument
     add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="what is sharded (default: 2)")
-    add("--ranks", type=positive, help="processes to start (default: 2 on CPU, one per device on CUDA)")
+    add_options(parser)
     add("--steps", type=positive, default=500, help="(default: 500)")
     add("--batch", type=positive, default=2, help="windows per rank and step (default: 2)")
     add("--accumulate", type=positive, default=1, help="micro-batches that a batch is split into (default: 1)")
@@ -336,39 +268,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--width", type=positive, default=192, help=f"a multiple of {HEAD_WIDTH} (default: 192)")
     add("--dropout", type=float, default=0.0, help="(default: 0)")
     add("--rate", type=float, default=2e-3, help="peak learning rate (default: 0.002)")
-    add("--seed", type=int, default=0, help="(default: 0)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     add("--compile", action="store_true", help="compile the step (the first one then takes a minute)")
     add("--text", type=Path, metavar="FILE", help="train on this file (default: the texts of Python's help())")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the loss curve")
+    add("--plot", type=new_file, metavar="FILE.png", help="draw the loss curve")
     add("--below", type=float, metavar="NATS", help="fail unless the validation loss ends below this")
     options = parser.parse_args(arguments)
 
-    devices = torch.cuda.device_count()
-    if options.device == "auto":
-        options.device = "cuda" if devices else "cpu"
-    cuda = options.device == "cuda"
-    if options.ranks is None:
-        options.ranks = max(1, devices) if cuda else 2
+    settle(parser, options)
     try:
         size = len(read_text(options.text))
     except OSError as error:
         parser.error(f"--text {options.text}: {error.strerror}")
     needed = 10 * (options.context + 1)  # so that the last tenth still holds a window and the byte after it
-    folder = Path(options.plot or "loss.png").absolute().parent
     for wrong, message in (
-        (cuda and devices == 0, "--device cuda: no CUDA device was found; use --device cpu"),
-        (
-            cuda and "RANK" not in os.environ and options.ranks > devices,
-            f"--ranks {options.ranks}: each rank needs its own CUDA device, and this machine has {devices}",
-        ),
         (options.width % HEAD_WIDTH, f"--width {options.width}: must be a multiple of {HEAD_WIDTH}"),
         (
             options.batch % options.accumulate,
             f"--batch {options.batch}: does not divide into --accumulate {options.accumulate} equal parts",
         ),
         (not 0 <= options.dropout < 1, f"--dropout {options.dropout}: must be at least 0 and below 1"),
-        (not folder.is_dir(), f"--plot {options.plot}: there is no folder {folder}"),
         (
             size < needed,
             f"--text {options.text}: too short: {size} bytes, and --context {options.context} needs {needed}",
@@ -379,16 +297,5 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    """Run as one of torchrun's ranks, alone, or as the parent of ranks of its own."""
-    options = parse()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        run_rank(int(os.environ["RANK"]), options, int(os.environ["WORLD_SIZE"]), "env://")
-    elif options.ranks == 1:
-        run_rank(0, options, 1, "")
-    else:
-        start_ranks(options)
-
-
 if __name__ == "__main__":
-    main()
+    launch(train, parse())

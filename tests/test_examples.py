@@ -14,6 +14,10 @@ pytestmark = pytest.mark.example
 ROOT = Path(__file__).parent.parent
 TRAIN_GPT = [str(ROOT / "examples" / "train_gpt.py"), "--device", "cpu"]
 SHORT = ["--layers", "2", "--width", "64", "--context", "64", "--batch", "4", "--steps", "30"]
+TRAIN_RESNET = [str(ROOT / "examples" / "train_resnet.py"), "--data", "digits", "--device", "cpu"]
+FEW_IMAGES = ["--width", "16", "--batch", "32", "--batches", "12", "--epochs", "1", "--rate", "0.003"]
+ENGINES = ("hooked", "functional")
+COMPARE = [str(ROOT / "examples" / "compare_engines.py"), "--device", "cpu"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -110,3 +114,58 @@ def test_train_gpt_refuses_bad_arguments(tmp_path: Path) -> None:
         assert code == 2, output
         assert message in output
         assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param([*TRAIN_RESNET, "--engine", "hooked"], id="hooked"),
+        pytest.param([*TRAIN_RESNET, "--engine", "functional"], id="functional"),
+        pytest.param([*TRAIN_RESNET, "--engine", "hooked", "--accumulate", "2", "--stage", "1"], id="accumulated"),
+        pytest.param([*TORCHRUN, *TRAIN_RESNET, "--stage", "3"], id="torchrun"),
+        pytest.param([*TRAIN_RESNET, "--ranks", "1"], id="one-process"),
+    ],
+)
+def test_train_resnet_learns(arguments: list[str], tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    code, output = run([*arguments, *FEW_IMAGES, "--plot", str(picture)])
+    assert code == 0, output
+    found = re.search(r"^training loss: ([\d.]+) in the first quarter, ([\d.]+) in the last", output, re.MULTILINE)
+    assert found, output
+    assert float(found[2]) < float(found[1]) - 0.2
+    assert "running statistics: equal on all ranks" in output
+    assert re.search(r"^top-1: 0\.\d{3}\n\Z", output, re.MULTILINE), output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_resnet_gives_the_same_bits_with_either_engine() -> None:
+    outputs = [run([*TRAIN_RESNET, *FEW_IMAGES, "--batches", "3", "--engine", kind]) for kind in ENGINES]
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    digests = [re.findall(r"SHA-256 (\w+)", output) for _, output in outputs]
+    assert len(digests[0]) == 1
+    assert digests[0] == digests[1]
+
+
+def test_train_resnet_fails_when_it_is_not_accurate_enough() -> None:
+    code, output = run([*TRAIN_RESNET, *FEW_IMAGES, "--batches", "1", "--at-least", "0.95"])
+    assert code == 1, output
+    assert re.search(r"rank \d failed: .*Traceback.*AssertionError: top-1 ended at", output, re.DOTALL)
+
+
+def test_train_resnet_refuses_bad_arguments() -> None:
+    for arguments, message in (
+        (["--engine", "hooked", "--compile"], "--compile: the hook engine runs eagerly; use --engine functional"),
+        (["--accumulate", "3"], "--batch 32: does not divide into --accumulate 3 equal parts"),
+    ):
+        code, output = run([*TRAIN_RESNET, *arguments], 60)
+        assert code == 2, output
+        assert message in output
+        assert "Traceback" not in output
+
+
+def test_compare_engines_adds_up() -> None:
+    code, output = run([*COMPARE, "--model", "mlp", "--ranks", "2", "--steps", "3"])
+    assert code == 0, output
+    rows = re.findall(r"^(DDP|hooked|functional) +([-0-3]) ", output, re.MULTILINE)
+    assert rows == [("DDP", "-"), *((kind, stage) for kind in ENGINES for stage in "0123")]
+    assert "the table adds up" in output
