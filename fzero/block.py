@@ -1,6 +1,7 @@
 """Blocks: the parts of a model that stage 3 gathers as one, and the two wrappers that gather them."""
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import optree
@@ -168,6 +169,10 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
             raise TypeError(f"{type(self).__name__}: takes a function, got {type(fn).__name__}")
         self.fn = fn
 
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """Bind to an object, as a method does."""
+        return self if owner is None else type(self)(MethodType(self.fn, owner))
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function on trees of tensors and sharded subtrees."""
         if not _has_sharded((args, kwargs)):
@@ -179,7 +184,8 @@ class block(remat[P, R]):  # noqa: N801
     """Gather what is sharded among the arguments of a function, in forward and again in backward.
 
     Every `fzero.Sharded` among the arguments is all-gathered in forward, and again in backward; its gradient is
-    scattered once. Where nothing is sharded it calls the function and does nothing else. In stage 3 it recomputes the
+    scattered once. All ranks must call the same blocks in the same order: the gathers are collectives. Where nothing is
+    sharded it calls the function and does nothing else. In stage 3 it recomputes the
     function in backward, as `fzero.remat` does.
 
     >>> double = block(lambda params, x: params["scale"] * x)

@@ -237,7 +237,11 @@ def block_names(blocks: Any) -> tuple[str, ...]:
     """Return path prefixes (plain paths or tuples of keys) as plain paths; refuse nested and repeated ones."""
     if isinstance(blocks, str) or not isinstance(blocks, Iterable):
         raise TypeError(f"blocks: must be a sequence of path prefixes, got {blocks!r}")
-    names = [name if isinstance(name, str) else plain_path(tuple(name)) for name in blocks]
+    blocks = list(blocks)
+    for name in blocks:
+        if not isinstance(name, (str, tuple)):
+            raise TypeError(f"blocks: each must be a plain path such as 'layers.0' or a tuple of keys, got {name!r}")
+    names = [name if isinstance(name, str) else plain_path(name) for name in blocks]
     for name in names:
         if not name:
             raise ValueError("blocks: the empty path (the whole tree) cannot be a block; name parts of it")

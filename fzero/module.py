@@ -3,7 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -25,15 +25,22 @@ class ModuleLoss:
         self._skeleton = _skeleton(module)
         self._criterion = criterion
         self._has_buffers = next(iter(module.named_buffers()), None) is not None
-        self.blocks = tuple(blocks)
         self._units = _skeleton(module)
-        shared = shared_parameters(self._units, self.blocks)
+        names = tuple(blocks)
+        shared = shared_parameters(self._units, names)
         self.shared = frozenset(name for name, parameter in self._units.named_parameters() if parameter in shared)
+        # a block whose parameters all count as outside (a module that stands in the list twice) is none
+        self.blocks = tuple(
+            name for name in names if any(p not in shared for p in self._units.get_submodule(name).parameters())
+        )
         for name in self.blocks:
             _make_unit(self._units.get_submodule(name), shared)
 
     def __call__(self, params: dict[str, Any], *rest: Any) -> Any:
         """Return the loss, or (loss, new buffers) for a module with buffers; the old buffers are not changed."""
+        if len(rest) != 1 + self._has_buffers:
+            have = "has" if self._has_buffers else "has no"
+            raise ValueError(f"init: buffers must be what from_module returned (this module {have} buffers)")
         if not self._has_buffers:
             (batch,) = rest
             return self._loss(params, {}, batch)
@@ -43,20 +50,31 @@ class ModuleLoss:
         return loss, OrderedDict([(name, updated[name]) for name in buffers])
 
     def _loss(self, params: dict[str, Any], buffers: dict[str, Tensor], batch: Any) -> Any:
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            raise ValueError(f"batch: must be the pair (inputs, targets) here, got {type(batch).__name__}")
         inputs, targets = batch
         args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
         kwargs = inputs if isinstance(inputs, dict) else {}
         plain = {name: leaf for name, leaf in params.items() if not isinstance(leaf, Sharded)}
         if len(plain) == len(params):
-            output = functional_call(self._skeleton, (plain, buffers), args, kwargs)
+            output = _call(self._skeleton, plain, buffers, args, kwargs)
             return self._criterion(output, targets)
         sharded = {name: leaf for name, leaf in params.items() if isinstance(leaf, Sharded)}
         for name, leaf in sharded.items():
             setattr(self._units.get_submodule(name), _SLOT, leaf)
-        output = functional_call(self._units, (plain, buffers), args, kwargs)
+        output = _call(self._units, plain, buffers, args, kwargs)
         for name in sharded:
             setattr(self._units.get_submodule(name), _SLOT, None)
         return self._criterion(output, targets)
+
+
+def _call(module: nn.Module, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """Call a module on parameters and buffers; what it assigns to its buffers is written into the dict."""
+    values = {**params, **buffers}
+    output = functional_call(module, values, args, kwargs)
+    for name in buffers:
+        buffers[name] = values[name]
+    return output
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
@@ -80,12 +98,16 @@ def shared_parameters(module: nn.Module, blocks: tuple[str, ...]) -> set[nn.Para
 def _make_unit(unit: nn.Module, shared: set[nn.Parameter]) -> None:
     """Turn a block of the skeleton into one whose forward gathers its sharded parameters."""
     inner = copy.deepcopy(unit)
+    for kind in vars(inner):
+        if kind.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and "state_dict" not in kind:
+            vars(inner)[kind].clear()  # the unit itself runs them, once
     buffer_names = [name for name, _ in unit.named_buffers()]
     shared_names = [name for name, parameter in unit.named_parameters() if parameter in shared]
 
     def run(sharded: dict[str, Tensor], others: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         buffers = {name: others[name].clone() for name in buffer_names}
-        output = functional_call(inner, {**others, **sharded, **buffers}, args, kwargs)
+        constants = {name: others[name] for name in shared_names}
+        output = _call(inner, {**constants, **sharded}, buffers, args, kwargs)
         return output, buffers
 
     gathered = block(run)
@@ -99,7 +121,17 @@ def _make_unit(unit: nn.Module, shared: set[nn.Parameter]) -> None:
             _current(self, name).copy_(buffers[name])
         return output
 
+    for name, parameter in list(unit.named_parameters(remove_duplicate=False)):
+        if parameter not in shared:  # a use outside the unit's own forward must not find an empty parameter
+            path, _, last = name.rpartition(".")
+            home = unit.get_submodule(path)
+            delattr(home, last)
+            setattr(home, last, Sharded(name, ((), (), ()), _nothing))
     unit.__class__ = type(type(unit).__name__, (type(unit),), {"forward": forward, _SLOT: None})
+
+
+def _nothing(*_: Any) -> NoReturn:
+    raise TypeError("from_module: a block's parameters are gathered by calling the block, not by passing them on")
 
 
 def _current(module: nn.Module, name: str) -> Tensor:
@@ -137,8 +169,11 @@ def from_module(
     the module's argument, a tuple of arguments, or a dict of keyword arguments. With buffers it is
     ``loss_fn(params, buffers, batch) -> (loss, new_buffers)``. `criterion` returns a scalar, a mean over the batch, or
     `fzero.Mean`. `params` and `buffers` are dicts by name in registration order that share memory with the module until
-    an engine copies them; a tied parameter stands there once, under its first name. `buffers` is None for a module
-    without any. The ``training`` flag of every submodule is frozen at this call, so
+    an engine copies them. In stage 3 a block's parameters exist only inside a call of the block, and what it sets
+    on itself stays there; `torch.utils.checkpoint` inside the module's forward does not work (it runs again when
+    the parameters have left the module). A tied parameter stands there once, under its first name. `buffers` is
+    None for a module without any. The
+    ``training`` flag of every submodule is frozen at this call, so
     ``from_module(module.eval(), ...)`` gives the loss function for `evaluate`.
 
     Parameters
@@ -164,6 +199,8 @@ def from_module(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"from_module: module must be an nn.Module, got {type(module).__name__}")
+    if not callable(criterion):
+        raise TypeError(f"from_module: criterion must be a function of (output, targets), got {criterion!r}")
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             raise ValueError(

@@ -21,7 +21,8 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
     """Recompute a function in backward instead of keeping its activations.
 
     ``remat(fn)(*args, **kwargs)`` equals ``fn(*args, **kwargs)`` in value and gradient; arguments and outputs are trees
-    of tensors, ``None`` and constants. Random numbers (dropout) are the same in the recomputation. Eagerly this is
+    of tensors, ``None`` and constants. Random numbers of torch's default generators (dropout) are the same in the
+    recomputation; those of a generator of your own are not. Eagerly this is
     `torch.utils.checkpoint` (non-reentrant); under `torch.func` and `torch.compile`, where that cannot run, an autograd
     function that replays what was drawn in forward.
 
@@ -55,7 +56,13 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
             outputs = run_parked(key, *tensors)
             return cast("R", decode(key, iter(range(token_count(key))), outputs))
         if torch._C._functorch.peek_interpreter_stack() is None:  # noqa: SLF001  (no public way to ask)
-            return checkpoint(functools.partial(prepared, self.fn, self.prepare), args, kwargs, use_reentrant=False)
+            # tensors go in flat: checkpoint must see them to notice one that the function changes in place
+            leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)))
+
+            def call(*leaves: Any) -> R:
+                return prepared(self.fn, self.prepare, *treespec.unflatten(leaves))
+
+            return checkpoint(call, *leaves, use_reentrant=False)
         refuse_captured(self.fn, torch._C._functorch.is_gradtrackingtensor)  # noqa: SLF001
         leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)))
         parked = Recomputed(functools.partial(prepared, self.fn, self.prepare), treespec.unflatten, leaves)

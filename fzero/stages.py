@@ -26,7 +26,7 @@ from fzero.comm import anchor, attach, gather, new_token, scatter, share_buffers
 from fzero.grad import value_and_grad
 from fzero.rule import Optimizer
 from fzero.state import Mean, Parts
-from fzero.tree import Outline, Tree, build, paths_and_leaves, show_path
+from fzero.tree import Outline, Tree, build, paths_and_leaves, show_path, structure
 
 
 class Totals(NamedTuple):
@@ -56,6 +56,7 @@ class Program:
     has_aux: bool
     has_buffers: bool
     donate: bool
+    buffer_outline: Outline
 
     # --- forward and backward --------------------------------------------------------------------------------------
 
@@ -121,6 +122,8 @@ class Program:
             raise TypeError(f"loss_fn: the loss must be floating, got {total.dtype}; it has no gradient")
         if total.ndim:
             raise ValueError(f"loss_fn: the loss must be 0-d, got shape {tuple(total.shape)}; take its mean")
+        if not isinstance(count, (Tensor, int, float)):
+            raise TypeError(f"loss_fn: Mean.count must be a 0-d tensor or a number, got {_describe(count)}")
         counted = torch.as_tensor(count, device=total.device).detach().to(torch.float64)
         if counted.ndim:
             raise ValueError(f"loss_fn: Mean.count must be 0-d, got shape {tuple(counted.shape)}")
@@ -230,16 +233,15 @@ class Program:
             for place, piece in zip(shared, pieces, strict=True):
                 after[place] = piece.view(after[place].shape).to(after[place].dtype)
         accepted = [self.accept(skipped, mine, value) for mine, value in zip(before, after, strict=True)]
-        # rebuilt from the old tree itself: Dynamo follows that, not a stored structure
-        remaining = iter(accepted)
-        return optree.tree_map(lambda _: next(remaining), old)
+        return build(self.buffer_outline, accepted)
 
     # --- what is compiled ------------------------------------------------------------------------------------------
 
     def whole(self, parts: Parts, batch: Tree) -> tuple[Any, ...]:
         """One step of one micro-batch."""
         gradients, totals = self.backward(parts, self.head(parts.shards), parts.buffers, batch)
-        aux = optree.tree_map(lambda leaf: leaf[None], totals.aux)
+        # a copy: what is handed out must not be a view of the parameters that are written next
+        aux = optree.tree_map(lambda leaf: leaf[None].clone(), totals.aux)
         return (*self.finish(parts, gradients, totals), aux)
 
     def micro(self, parts: Parts, fulls: Sequence[Tensor], carried: tuple[Any, ...], batch: Tree) -> Totals:
@@ -260,7 +262,7 @@ class Program:
             mine = torch.stack([totals.total, totals.counted])
             total, count = sum_over_ranks(mine, self.binding.axis).unbind()
             loss = total / torch.where(count > 0, count, torch.ones_like(count))
-            return loss.to(loss_dtype(totals)), totals.aux
+            return loss.to(loss_dtype(totals)), optree.tree_map(Tensor.clone, totals.aux)
 
 
 def divided(gradient: Tensor, count: Tensor, clip: Tensor | None = None) -> Tensor:
@@ -282,6 +284,11 @@ def loss_dtype(totals: Totals) -> torch.dtype:
 
 def _check_buffers(old: Tree, new: Tree) -> None:
     before, after = optree.tree_leaves(old), optree.tree_leaves(new)
+    # (Dynamo's own idea of equal structures is stricter about dicts; a compiled step is checked by its leaves)
+    if not torch.compiler.is_compiling() and optree.tree_structure(old) != optree.tree_structure(new):
+        raise ValueError(
+            f"loss_fn: new_buffers must have the structure of the buffers: {structure(old)}, got {structure(new)}"
+        )
     if len(before) != len(after):
         raise ValueError(f"loss_fn: new_buffers must have the {len(before)} leaves of the buffers, got {len(after)}")
     for place, (mine, value) in enumerate(zip(before, after, strict=True)):

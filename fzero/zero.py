@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -96,15 +96,10 @@ class Zero:
             raise TypeError(f"loss_fn: must be a function, got {type(loss_fn).__name__}")
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt: must be a fzero.Optimizer such as fzero.adamw(...), got {type(opt).__name__}")
-        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
             raise ValueError(f"stage: must be 0, 1, 2 or 3, got {stage!r}")
-        if clip_norm is not None and not 0 < clip_norm < float("inf"):
-            raise ValueError(f"clip_norm: must be a positive finite number or None, got {clip_norm!r}")
-        for name, value in (("accumulate", accumulate), ("bucket_bytes", bucket_bytes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: must be an integer of at least 1, got {value!r}")
-        if buffer_policy not in POLICIES:
-            raise ValueError(f"buffer_policy: must be one of {', '.join(POLICIES)}, got {buffer_policy!r}")
+        _check_numbers(clip_norm, accumulate, bucket_bytes)
+        _check_choices(buffer_policy, {"compile": compile, "has_aux": has_aux, "donate": donate})
         own_blocks = getattr(loss_fn, "blocks", ())
         if blocks is not None and own_blocks:
             raise ValueError("blocks: this loss_fn brings its own; pass blocks to fzero.from_module instead")
@@ -118,6 +113,7 @@ class Zero:
         self._axis = axis_of(mesh)
         self._bound: tuple[str, str | None, Program] | None = None
         self._batch_agreed = False
+        self._expected: Any = None
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     # --- init ------------------------------------------------------------------------------------------------------
@@ -150,6 +146,7 @@ class Zero:
             return (
                 f"{inspected.digest()}; buffers {structure(buffers)} {kinds}; "
                 f"stage, clip_norm, accumulate, bucket_bytes, buffer_policy {settings}; "
+                f"optimizer {self._describe_optimizer(inspected)}; "
                 f"compile {self._compile}, has_aux {self._has_aux}, donate {self._donate}"
             )
 
@@ -164,15 +161,28 @@ class Zero:
                 raise ValueError(f"params: rank {rank} ties leaves {note['ties']}, rank 0 {notes[0]['ties']}")
         if self._bound is None:
             binding = bind(inspected, ties, self._axis, outline(params), self._bucket_bytes)
-            self._bound = (digest, None, self._program(binding, buffers is not None))
+            self._bound = (digest, None, self._program(binding, buffers))
         elif self._bound[0] != digest or self._bound[2].binding.ties != ties:
             raise ValueError(
                 "params: another structure than at this engine's first init, which fixed its layout; "
                 f"build a new engine for it. First: {self._bound[0]}; now: {digest}"
             )
-        return first_state(self._bound[2], params, buffers)
+        state = first_state(self._bound[2], params, buffers)
+        self._expected = _kinds(state)
+        return state
 
-    def _program(self, binding: Binding, has_buffers: bool) -> Program:
+    def _describe_optimizer(self, inspected: Inspected) -> str:
+        """Return what the optimizer makes of a few numbers: settings that differ between ranks show there."""
+        found = []
+        for label in sorted({leaf.label for leaf in inspected.leaves if leaf.label is not None}, key=repr):
+            param, gradient = torch.tensor([0.5, -2.0, 3.0]), torch.tensor([0.1, 0.2, -0.3])
+            state = self._opt.init(param)
+            for _ in range(2):
+                param, state = self._opt.update(gradient, state, param, labels=label)
+            found.append(f"{type(state).__name__} {[f'{value:.5g}' for value in param.tolist()]}")
+        return ", ".join(found)
+
+    def _program(self, binding: Binding, buffers: Tree) -> Program:
         probe = torch.empty(7)  # a shape that no scalar of an optimizer has
         example = self._opt.init(probe)
         return Program(
@@ -185,8 +195,9 @@ class Zero:
             clip_norm=self._clip_norm,
             buffer_policy=self._buffer_policy,
             has_aux=self._has_aux,
-            has_buffers=has_buffers,
+            has_buffers=buffers is not None,
             donate=self._donate,
+            buffer_outline=outline(buffers),
         )
 
     # --- step ------------------------------------------------------------------------------------------------------
@@ -278,6 +289,8 @@ class Zero:
         """
         program = self._ready(state)
         if loss_fn is not None:
+            if not callable(loss_fn):
+                raise TypeError(f"loss_fn: must be a function, got {type(loss_fn).__name__}")
             program = replace(program, loss_fn=loss_fn)
         leading_dim(batch, 1)
         return self._run(program, "mean_loss", to_parts(state, program.opt_like), batch)  # type: ignore[no-any-return]
@@ -314,12 +327,15 @@ class Zero:
         if self._bound is None:
             raise ValueError("engine: call init(params) first")
         program = self._bound[2]
-        layout = program.binding.layout
-        lengths = [bucket.length if self._stage == 0 else layout.shard_length(bucket) for bucket in layout.buckets]
+        if torch.is_inference_mode_enabled():
+            raise ValueError("engine: does not work under torch.inference_mode(), where nothing has a gradient")
         if not isinstance(state, State):
             raise TypeError(f"state: must be what init or step returned, got {type(state).__name__}")
-        if [tuple(leaf.shape) for leaf in state.params] != [(length,) for length in lengths]:
-            raise ValueError("state: was not made by this engine (its buckets differ); use the engine that made it")
+        if _kinds(state) != self._expected:
+            raise ValueError(
+                "state: was not made by this engine (its structure, shapes or dtypes differ); "
+                "use the engine that made it"
+            )
         return program
 
     def _micro_batches(self, batch: Tree) -> list[Tree]:
@@ -334,3 +350,26 @@ class Zero:
             )
             self._batch_agreed = True
         return micro_batches(batch, size, self._accumulate)
+
+
+def _kinds(state: State) -> tuple[Any, list[tuple[torch.Size, torch.dtype]]]:
+    """Return what two states of one engine have in common."""
+    leaves, treespec = optree.tree_flatten(cast("Any", state))
+    return treespec, [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _check_numbers(clip_norm: Any, accumulate: Any, bucket_bytes: Any) -> None:
+    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):
+        raise ValueError(f"clip_norm: must be a positive finite number or None, got {clip_norm!r}")
+    for name, value in (("accumulate", accumulate), ("bucket_bytes", bucket_bytes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: must be an integer of at least 1, got {value!r}")
+
+
+def _check_choices(buffer_policy: Any, flags: dict[str, Any]) -> None:
+    if buffer_policy not in POLICIES:
+        raise ValueError(f"buffer_policy: must be one of {', '.join(POLICIES)}, got {buffer_policy!r}")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: must be True or False, got {value!r}")

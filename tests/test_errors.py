@@ -231,6 +231,7 @@ def one_rank_at_fault(rank: int, world: int, what: str) -> None:
         ("leaf", r"leaf 'w' must be a tensor, got float"),
         ("key", r"init: the ranks differ"),
         ("accumulate", r"init: the ranks differ"),
+        ("opt", r"init: the ranks differ.*optimizer SGDState"),
         ("batch", r"the first step: the ranks differ"),
         ("batch leaf", r"batch: leaf '.' must be a tensor, got int"),
     ],
