@@ -420,7 +420,9 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout == torch.strided:
+        if type(thing) not in (Tensor, nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(thing):
+            continue  # the fake ones that tracing leaves behind have no memory
+        if thing.device.type == "cpu" and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
