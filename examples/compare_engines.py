@@ -3,7 +3,7 @@ r"""Compare both engines at every stage with DistributedDataParallel and torch.o
     python examples/compare_engines.py --model resnet
 
 starts two ranks on this machine, trains the same model on the same batches once for every row, and asserts at its end
-that the table adds up. Two free CPU cores need about TIME for each of the three models.
+that the table adds up. Two free CPU cores need less than half a minute for each of the three models.
 
 Other ways to run it:
 

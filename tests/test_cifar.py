@@ -121,7 +121,7 @@ def test_the_program_takes_the_digits_where_it_is_not(
     tmp_path: Path, program: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = program.parse(["--root", str(tmp_path / "empty"), "--device", "cpu"])
-    assert (options.data, options.batch, options.epochs) == ("digits", 32, 10)
+    assert (options.data, options.batch, options.epochs) == ("digits", 32, 6)
     assert "CIFAR-10 is not in" in capsys.readouterr().out
 
 
