@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from fzero.block import Sharded
-from fzero.comm import Axis, attach, gather, new_token
+from fzero.comm import Axis, Cuts, attach, gather, new_token
 from fzero.given import Inspected
 from fzero.layout import Bucket, Layout, LeafSpec, make_layout, split
 from fzero.tree import Outline, Tree, build
@@ -38,12 +38,15 @@ class Binding:
     plain: Outline
     """The user's tree without blocks taken out."""
 
-    def leaves_of(self, fulls: Mapping[int, Tensor], fixed: Sequence[Tensor]) -> dict[int, Tensor]:
+    def leaves_of(
+        self, fulls: Mapping[int, Tensor], fixed: Sequence[Tensor], proxies: Mapping[int, Tensor] | None = None
+    ) -> dict[int, Tensor]:
         """Return the leaves, by number, of gathered buckets, with tied and unchanged leaves."""
         leaves: dict[int, Tensor] = dict(zip(self.fixed, fixed, strict=True))
         for number, full in fulls.items():
             bucket = self.layout.buckets[number]
-            for slot, leaf in zip(bucket.slots, split(bucket, full), strict=True):
+            pieces = split(bucket, full) if proxies is None else attach(full, proxies[number], cuts_of(bucket))
+            for slot, leaf in zip(bucket.slots, pieces, strict=True):
                 leaves[self.trained[slot.leaf]] = leaf
         for place, source in enumerate(self.ties):
             if source in leaves:
@@ -91,6 +94,11 @@ def bind(inspected: Inspected, ties: Sequence[int], axis: Axis, plain: Outline, 
     return Binding(axis, inspected, ties, trained, fixed, layout, blocks, plain)
 
 
+def cuts_of(bucket: Bucket) -> Cuts:
+    """Return where the leaves of a bucket are."""
+    return tuple((slot.offset, slot.numel, slot.shape) for slot in bucket.slots)
+
+
 def _homes(inspected: Inspected, ties: Sequence[int]) -> list[int | None]:
     """Return the block of every leaf; a leaf reachable from two blocks, or also from outside, has none."""
     home: list[int | None] = [None] * len(inspected.leaves)
@@ -115,8 +123,8 @@ def _block(
         leaves: dict[int, Tensor] = dict(zip(outside, others, strict=True))
         for place, shard, proxy in zip(buckets, shards, proxies, strict=True):
             bucket = layout.buckets[place]
-            full = attach(gather(shard, new_token(shard), axis)[0], proxy)
-            for slot, leaf in zip(bucket.slots, split(bucket, full), strict=True):
+            full = gather(shard, new_token(shard), axis)[0]
+            for slot, leaf in zip(bucket.slots, attach(full, proxy, cuts_of(bucket)), strict=True):
                 leaves[trained[slot.leaf]] = leaf
         return build(shape, {place: leaves[ties[place]] for place in members})
 

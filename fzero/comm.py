@@ -149,6 +149,9 @@ def _(pieces: Tensor) -> Tensor:
     return pieces.new_empty(pieces.shape[1:])
 
 
+Cuts = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""Where the leaves of a bucket are: start and number of elements, shape."""
+
 # --- the differentiable pair -----------------------------------------------------------------------------------------
 
 
@@ -202,19 +205,37 @@ class _Anchor(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """Forward: the gathered bucket. Backward: its gradient goes to the stand-in, hence to the anchor's scatter."""
+    """Forward: the leaves of the gathered bucket. Backward: their gradients, packed, go to the stand-in."""
 
     @staticmethod
-    def forward(full: Tensor, proxy: Tensor) -> Tensor:  # noqa: ARG004
-        return full.view(full.shape)
+    def forward(full: Tensor, proxy: Tensor, cuts: Cuts) -> tuple[Tensor, ...]:  # noqa: ARG004
+        return tuple(full[start : start + numel].view(shape) for start, numel, shape in cuts)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.cuts, ctx.length = inputs[2], inputs[0].numel()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
-        return None, gradient
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        parts, end = [], 0
+        for (start, numel, _), gradient in zip(ctx.cuts, gradients, strict=True):
+            parts += [gradient.new_zeros(start - end)] if start > end else []
+            parts.append(gradient.reshape(-1))
+            end = start + numel
+        parts += [gradients[0].new_zeros(ctx.length - end)] if ctx.length > end else []
+        return None, torch.cat(parts), None
+
+
+def _at_once(*outputs: Tensor) -> None:
+    """Let the backward of what made these run as soon as it can; autograd else runs first what was made last.
+
+    Anchors are made before everything else: without this every scatter would wait for the end of backward.
+    """
+    for output in outputs:
+        # private, and only a matter of order: without it the numbers are the same
+        set_priority = getattr(output.grad_fn, "_set_sequence_nr", None)
+        if set_priority is not None:
+            set_priority(2**62)
 
 
 @opaque
@@ -229,13 +250,20 @@ def _scatter(full: Tensor, token: Tensor, size: int, group: str, native: bool) -
 
 @opaque
 def _anchor(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
-    return _Anchor.apply(shard, token, size, group, native)
+    proxy, token = _Anchor.apply(shard, token, size, group, native)
+    _at_once(proxy, token)
+    return proxy, token
 
 
 @opaque
-def attach(full: Tensor, proxy: Tensor) -> Tensor:
-    """Return the gathered bucket (N*C,) such that its gradient flows to `proxy`, the stand-in made by `anchor`."""
-    return _Attach.apply(full, proxy)  # type: ignore[no-any-return]
+def attach(full: Tensor, proxy: Tensor, cuts: Cuts) -> tuple[Tensor, ...]:
+    """Return the leaves of a gathered bucket (N*C,), given as (start, numel, shape), as views.
+
+    Their gradients are packed, and flow to `proxy`, the stand-in made by `anchor`.
+    """
+    leaves = _Attach.apply(full, proxy, cuts)
+    _at_once(*leaves)
+    return leaves  # type: ignore[no-any-return]
 
 
 def new_token(like: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.binding import Binding, sharded_entry
-from fzero.comm import anchor, attach, gather, new_token, scatter, share_buffers, sum_over_ranks
+from fzero.comm import anchor, gather, new_token, scatter, share_buffers, sum_over_ranks
 from fzero.grad import value_and_grad
 from fzero.rule import Optimizer
 from fzero.state import Mean, Parts
@@ -83,8 +83,8 @@ class Program:
                 continue
             proxies[number], token = anchor(variable, token, binding.axis)  # type: ignore[arg-type]
             if not binding.is_sharded(bucket, self.stage):
-                gathered[number] = attach(fulls[number], proxies[number])
-        leaves = binding.leaves_of(gathered, fixed)
+                gathered[number] = fulls[number]
+        leaves = binding.leaves_of(gathered, fixed, proxies if self.stage >= 2 else None)
         tree = self.tree(leaves, shards, proxies)
         result = self.loss_fn(tree, buffers, batch) if self.has_buffers else self.loss_fn(tree, batch)
         total, count, new_buffers, aux = self.read(result, buffers)

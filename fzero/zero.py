@@ -15,6 +15,7 @@ from fzero.binding import Binding, bind
 from fzero.comm import axis_of, gather, new_token
 from fzero.given import Inspected, block_names, inspect
 from fzero.initial import first_state
+from fzero.overlap import compile_options
 from fzero.rule import Optimizer
 from fzero.stages import Program, Totals, divided, loss_dtype
 from fzero.state import Metrics, Parts, State, to_parts, to_state
@@ -256,7 +257,8 @@ class Zero:
         key = (program.loss_fn, name)
         if key in self._compiled:
             return self._compiled[key](*args)
-        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
+        options = compile_options(self._stage) or None
+        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options)
         try:
             result = compiled(*args)
         except Exception:

@@ -236,7 +236,8 @@ def loss_of_rank(rank: int, shards: list[Tensor], axis: Axis, through: str) -> T
             full, token = gather(shard, token, axis)
         else:
             proxy, token = anchor(shard, token, axis)
-            full = attach(gather(shard.detach(), new_token(shard), axis)[0], proxy)
+            gathered = gather(shard.detach(), new_token(shard), axis)[0]
+            (full,) = attach(gathered, proxy, ((0, gathered.numel(), (gathered.numel(),)),))
         fulls.append(full)
     loss = fulls[0].square().sum() * (rank + 1)
     if rank == 0:

@@ -53,9 +53,10 @@ class Recorder:
         self.graphs.append(graph)
         return graph.forward
 
-    def compile(self, function: Callable[..., Any], *, fullgraph: bool = False, **_: Any) -> Callable[..., Any]:
+    def compile(self, function: Callable[..., Any], *, fullgraph: bool, options: Any) -> Callable[..., Any]:
         assert fullgraph
-        return self.real(function, fullgraph=True, backend=self.backend)
+        options = options if self.backend == "inductor" else None
+        return self.real(function, fullgraph=True, backend=self.backend, options=options)
 
     def collectives(self) -> list[Counter[str]]:
         """Count each graph's collectives by name; those below 64 bytes apart."""

@@ -82,7 +82,7 @@ def test_a_buffer_that_is_assigned_changes(stage: int) -> None:
 @pytest.mark.parametrize("donate", [True, False])
 def test_compiled_buffers_keep_their_places(donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend="aot_eager", **options))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: real(function, backend="aot_eager", fullgraph=True))
 
     def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
         return (batch @ params["w"]).square().mean(), {"m": buffers["m"] + 1, "a": buffers["a"] + 100}
