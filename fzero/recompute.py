@@ -54,11 +54,7 @@ class Recomputed:
     def rebuild(self, outputs: Sequence[Tensor]) -> Any:
         """Put the output tree together."""
         tensors = iter(outputs)
-        where = [next(tensors) if is_tensor else leaf for is_tensor, leaf in self._kinds()]
-        return self.treespec.unflatten(where)
-
-    def _kinds(self) -> list[tuple[bool, Any]]:
-        return [(leaf is None, leaf) for leaf in self.constants]
+        return self.treespec.unflatten([next(tensors) if leaf is None else leaf for leaf in self.constants])
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run it under autograd; Dynamo never traces this."""

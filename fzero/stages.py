@@ -24,7 +24,7 @@ from torch import Tensor
 from fzero.binding import Binding, sharded_entry
 from fzero.comm import anchor, gather, new_token, scatter, share_buffers, sum_over_ranks
 from fzero.grad import value_and_grad
-from fzero.rule import Optimizer
+from fzero.rule import Optimizer, wide
 from fzero.state import Mean, Parts
 from fzero.tree import Outline, Tree, build, paths_and_leaves, show_path, structure
 
@@ -270,10 +270,10 @@ def divided(gradient: Tensor, count: Tensor, clip: Tensor | None = None) -> Tens
 
     A count of tokens would overflow in float16, and be rounded in bfloat16.
     """
-    wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
-    mean = gradient.to(wide) / count.to(wide)
+    own = wide(gradient.dtype)
+    mean = gradient.to(own) / count.to(own)
     if clip is not None:
-        mean = mean * clip.to(wide)
+        mean = mean * clip.to(own)
     return mean.to(gradient.dtype)
 
 
