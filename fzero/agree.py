@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from fzero.comm import Axis
+from fzero.axis import Axis
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from fzero.axis import Axis
 from fzero.block import Sharded
-from fzero.comm import Axis, Cuts, attach, gather, new_token
+from fzero.comm import Cuts, attach, gather, new_token
 from fzero.given import Inspected
 from fzero.layout import Bucket, Layout, LeafSpec, make_layout, split
 from fzero.tree import Outline, Tree, build

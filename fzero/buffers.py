@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fzero.comm import Axis, from_rank0, share_buffers
+from fzero.axis import Axis
+from fzero.comm import from_rank0, share_buffers
 
 
 class Buffers:

@@ -1,4 +1,4 @@
-"""The only module that runs collectives: an axis of ranks, and what it gathers and scatters.
+"""The only module that runs collectives: what an axis of ranks gathers and scatters.
 
 Legend: N ranks, C elements of a shard, N*C elements of a bucket.
 
@@ -8,86 +8,16 @@ does not use still scatters, and on every rank in the same order. The pair is di
 `torch.func`, and under `torch.compile(fullgraph=True)`, where Dynamo must not look inside (`allow_in_graph`).
 """
 
-import os
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from fzero.axis import Axis
 from fzero.trace import opaque
 
-Found = TypeVar("Found")
-
 _ops = torch.ops._c10d_functional  # noqa: SLF001  (the ops are stable; their Python wrappers were renamed in 2.14)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A group of ranks: its size, this process's rank in it, and how it communicates."""
-
-    size: int = 1
-    rank: int = 0
-    group: str = ""
-    native: bool = True
-    """Whether CUDA tensors have a backend with a reduce-scatter of its own; gloo's runs an all-reduce."""
-    process_group: Any = field(default=None, compare=False, repr=False)
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors live on this rank if nothing else says so."""
-        if self.process_group is None or not self.native or not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
-
-
-def _has_native_scatter(group: Any) -> bool:
-    # not get_backend: of a group made without naming one it says "undefined", and of gloo that it does CUDA too
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return backends.get("cuda", "gloo") != "gloo"
-
-
-def axis_of(mesh: DeviceMesh | None) -> Axis:
-    """Return the axis of a 1-D mesh, or of the default group, or of a world of one.
-
-    Raises
-    ------
-    ValueError
-        If ``WORLD_SIZE`` is above 1 and no process group exists; if the mesh has more than one dim; or if it leaves
-        ranks out, which would then train on their own without a word.
-    """
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: must be a torch.distributed.DeviceMesh or None, got {type(mesh).__name__}")
-    if not (dist.is_available() and dist.is_initialized()):
-        world = os.environ.get("WORLD_SIZE", "1")
-        if world != "1":
-            raise ValueError(
-                f"WORLD_SIZE is {world} but there is no process group: "
-                "call torch.distributed.init_process_group() before building the engine"
-            )
-        return Axis()
-    if mesh is None:
-        group = dist.group.WORLD
-    else:
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"mesh: a mesh of {mesh.ndim} dims (hybrid sharding) is not supported yet; pass a 1-D mesh"
-            )
-        group = mesh.get_group()
-    size, world_size = dist.get_world_size(group), dist.get_world_size()
-    if size != world_size:
-        raise ValueError(
-            f"mesh: has {size} of the {world_size} ranks; the ranks outside it would train on other gradients. "
-            "Pass a mesh over all ranks, or none"
-        )
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("mesh: this rank is not in it; pass a mesh over all ranks, or none")
-    if size == 1:
-        return Axis()
-    return Axis(size, rank, group.group_name, _has_native_scatter(group), group)  # type: ignore[union-attr]
 
 
 # --- the operations, not differentiable ------------------------------------------------------------------------------
@@ -119,10 +49,16 @@ def start_scatter(full: Tensor, axis: Axis) -> Tensor:
 
 def finish_scatter(pending: Tensor, axis: Axis) -> Tensor:
     """Wait for what `start_scatter` launched and return this rank's (C,) of the sum over ranks."""
+    pieces = _pieces(pending, axis)
+    return pieces[0] if pieces.shape[0] == 1 else _sum_pieces(pieces)
+
+
+def _pieces(pending: Tensor, axis: Axis) -> Tensor:
+    """Wait for what `start_scatter` launched: (N, C) that are still to be summed in rank order, or their sum (1, C)."""
     if axis.size == 1:
-        return pending
+        return pending.view(1, -1)
     pieces = _ops.wait_tensor(pending)
-    return pieces if axis.native and pieces.is_cuda else _sum_pieces(pieces.view(axis.size, -1))  # type: ignore[no-any-return]
+    return pieces.view(1 if axis.native and pieces.is_cuda else axis.size, -1)  # type: ignore[no-any-return]
 
 
 def sum_in_order(pieces: Tensor) -> Tensor:
@@ -147,6 +83,20 @@ def _sum_pieces(pieces: Tensor) -> Tensor:
 @_sum_pieces.register_fake
 def _(pieces: Tensor) -> Tensor:
     return pieces.new_empty(pieces.shape[1:])
+
+
+@torch.library.custom_op("fzero::add_pieces", mutates_args=("sums",))
+def _add_pieces(sums: Tensor, pieces: Tensor) -> None:
+    """Add the sum of the pieces in place, as one operation: inductor would put it off to the end of the graph.
+
+    Every bucket's shard would then live until there.
+    """
+    sums.add_(sum_in_order(pieces))
+
+
+@_add_pieces.register_fake
+def _(sums: Tensor, pieces: Tensor) -> None:
+    pass
 
 
 Cuts = tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -185,23 +135,52 @@ class _Scatter(torch.autograd.Function):
         return full, token, None, None, None
 
 
+class _ScatterInto(torch.autograd.Function):
+    """Scatter, and add to a tensor in place. It ends the chain: there is no way back through it."""
+
+    @staticmethod
+    def forward(full: Tensor, token: Tensor, sums: Tensor, size: int, group: str, native: bool) -> Tensor:
+        axis = Axis(size=size, group=group, native=native)
+        _add_pieces(sums, _pieces(start_scatter(full, axis), axis))
+        return token.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:
+        raise NotImplementedError("gradients that are summed in place cannot be differentiated again")
+
+
 class _Anchor(torch.autograd.Function):
     """Forward: a stand-in for the gathered bucket that takes no memory. Backward: scatter of its gradient."""
 
     @staticmethod
-    def forward(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+    def forward(
+        shard: Tensor,
+        token: Tensor,
+        sums: Tensor | None,  # noqa: ARG004
+        size: int,
+        group: str,  # noqa: ARG004
+        native: bool,  # noqa: ARG004
+    ) -> tuple[Tensor, Tensor]:
         return shard.new_zeros(()).expand(shard.numel() * size), token.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.size, ctx.group, ctx.native = inputs[2:]
+        # not saved as a tensor: it must stay the very one that is added to
+        ctx.sums, ctx.size, ctx.group, ctx.native = inputs[2:]
 
     @staticmethod
     def backward(ctx: Any, full: Tensor, token: Tensor) -> Any:
+        if ctx.sums is not None:
+            token = _ScatterInto.apply(full, token, ctx.sums, ctx.size, ctx.group, ctx.native)
+            return full.new_zeros(()).expand(full.numel() // ctx.size), token, None, None, None, None
         if ctx.size == 1:
-            return full.clone(), token.clone(), None, None, None
+            return full.clone(), token.clone(), None, None, None, None
         shard, token = _Scatter.apply(full, token, ctx.size, ctx.group, ctx.native)
-        return shard, token, None, None, None
+        return shard, token, None, None, None, None
 
 
 class _Attach(torch.autograd.Function):
@@ -249,8 +228,8 @@ def _scatter(full: Tensor, token: Tensor, size: int, group: str, native: bool) -
 
 
 @opaque
-def _anchor(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
-    proxy, token = _Anchor.apply(shard, token, size, group, native)
+def _anchor(shard: Tensor, token: Tensor, sums: Tensor | None, size: int, group: str, native: bool) -> Any:
+    proxy, token = _Anchor.apply(shard, token, sums, size, group, native)
     _at_once(proxy, token)
     return proxy, token
 
@@ -293,14 +272,17 @@ def scatter(full: Tensor, token: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     return _scatter(full, token, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
 
 
-def anchor(shard: Tensor, token: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+def anchor(shard: Tensor, token: Tensor, axis: Axis, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return a stand-in (N*C,) for the gathered bucket, whose gradient is scattered to the shard exactly once.
 
     The stand-in takes no memory and is never read. Wherever the bucket's values come from (gathered at the head of the
     step, or again and again inside blocks), `attach` ties them to it: the gradients of all uses are summed locally,
     then scattered, even if there was no use at all.
+
+    With `sums` (C,) the scattered gradient is added to it in place, as soon as it is there, and the shard's own
+    gradient is zero (and takes no memory).
     """
-    return _anchor(shard, token, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
+    return _anchor(shard, token, sums, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
 
 
 def sum_over_ranks(vector: Tensor, axis: Axis) -> Tensor:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fzero.comm import Axis, from_rank0, gather, new_token
+from fzero.axis import Axis
+from fzero.comm import from_rank0, gather, new_token
 from fzero.layout import Bucket, pack, shard, split
 
 

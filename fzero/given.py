@@ -7,7 +7,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comm import Axis
+from fzero.axis import Axis
 from fzero.rule import Optimizer
 from fzero.tree import (
     Node,

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.agree import agree
+from fzero.axis import axis_of
 from fzero.buffers import Buffers, share
 from fzero.calls import Calls
-from fzero.comm import axis_of, gather, new_token
+from fzero.comm import gather, new_token
 from fzero.flats import Flat
 from fzero.hooks import Collector
 from fzero.layout import make_layout

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fzero.comm import Axis, finish_scatter, start_scatter
+from fzero.axis import Axis
+from fzero.comm import finish_scatter, start_scatter
 from fzero.layout import Layout, split
 from fzero.units import Units
 

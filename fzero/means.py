@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.comm import Axis, sum_over_ranks
+from fzero.axis import Axis
+from fzero.comm import sum_over_ranks
 from fzero.rule import wide
 from fzero.state import Mean
 

@@ -72,7 +72,7 @@ class Program:
         self, variables: Sequence[Tensor], shards: Sequence[Tensor], fulls: Sequence[Tensor], rest: tuple[Any, ...]
     ) -> tuple[Tensor, Totals]:
         """Return this rank's loss as a function of the variables: buckets in stages 0 and 1, shards in 2 and 3."""
-        fixed, buffers, batch = rest
+        fixed, buffers, batch, sums = rest
         binding = self.binding
         gathered: dict[int, Tensor] = {}
         proxies: dict[int, Tensor] = {}
@@ -81,7 +81,8 @@ class Program:
             if self.stage < 2:
                 gathered[number] = variable
                 continue
-            proxies[number], token = anchor(variable, token, binding.axis)  # type: ignore[arg-type]
+            into = None if sums is None else sums[number]
+            proxies[number], token = anchor(variable, token, binding.axis, into)  # type: ignore[arg-type]
             if not binding.is_sharded(bucket, self.stage):
                 gathered[number] = fulls[number]
         leaves = binding.leaves_of(gathered, fixed, proxies if self.stage >= 2 else None)
@@ -136,13 +137,21 @@ class Program:
         return total, counted, new_buffers, aux
 
     def backward(
-        self, parts: Parts, fulls: Sequence[Tensor], buffers: Tree, batch: Tree
+        self,
+        parts: Parts,
+        fulls: Sequence[Tensor],
+        buffers: Tree,
+        batch: Tree,
+        sums: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor], Totals]:
-        """Return the gradients of one micro-batch's loss, not yet divided, and its totals."""
+        """Return the gradients of one micro-batch's loss, not yet divided, and its totals.
+
+        With `sums` they are added there in place, and zeros are returned.
+        """
         variables = parts.shards if self.stage >= 2 else fulls
         # the loss function may write into its buffers; the state's own stay as they are until the step is accepted
         own = optree.tree_map(lambda buffer: buffer.clone(), buffers)
-        rest = (parts.fixed, own, batch)
+        rest = (parts.fixed, own, batch, sums)
         gradients, _, aux = value_and_grad(
             lambda free: self.objective(free, parts.shards, fulls, rest), list(variables)
         )
@@ -247,10 +256,15 @@ class Program:
     def micro(self, parts: Parts, fulls: Sequence[Tensor], carried: tuple[Any, ...], batch: Tree) -> Totals:
         """One micro-batch: its gradients are added in place to those carried; the new totals are returned."""
         sums, total, count, buffers = carried
-        gradients, totals = self.backward(parts, fulls, buffers, batch)
-        for old, gradient in zip(sums, gradients, strict=True):
-            old.add_(gradient)
-        return totals._replace(total=total + totals.total, counted=count + totals.counted)
+        if self.stage >= 2:
+            # bucket by bucket, where each is scattered: all shards' gradients never live at once
+            _, totals = self.backward(parts, fulls, buffers, batch, sums)
+        else:
+            gradients, totals = self.backward(parts, fulls, buffers, batch)
+            for old, gradient in zip(sums, gradients, strict=True):
+                old.add_(gradient)
+        # (torch 2.11's Dynamo cannot trace _replace)
+        return Totals(total + totals.total, count + totals.counted, *totals[2:])
 
     def mean_loss(self, parts: Parts, batch: Tree) -> tuple[Tensor, Tree]:
         """Return the mean loss over ranks and this rank's aux, without a gradient."""
@@ -258,7 +272,7 @@ class Program:
             fulls = self.head(parts.shards)
             variables = parts.shards if self.stage >= 2 else fulls
             own = optree.tree_map(lambda buffer: buffer.clone(), parts.buffers)
-            _, totals = self.objective(variables, parts.shards, fulls, (parts.fixed, own, batch))
+            _, totals = self.objective(variables, parts.shards, fulls, (parts.fixed, own, batch, None))
             mine = torch.stack([totals.total, totals.counted])
             total, count = sum_over_ranks(mine, self.binding.axis).unbind()
             loss = total / torch.where(count > 0, count, torch.ones_like(count))

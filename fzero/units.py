@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from fzero.agree import agree
-from fzero.comm import Axis
+from fzero.axis import Axis
 from fzero.flats import Flat
 
 

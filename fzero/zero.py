@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.agree import agree
+from fzero.axis import axis_of
 from fzero.batch import describe_batch, leading_dim, micro_batches
 from fzero.binding import Binding, bind
-from fzero.comm import axis_of, gather, new_token
+from fzero.comm import gather, new_token
 from fzero.given import Inspected, block_names, inspect
 from fzero.initial import first_state
 from fzero.overlap import compile_options

@@ -2,6 +2,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero.agree import agree
+from fzero.axis import Axis, axis_of
 from fzero.comm import (
-    Axis,
     anchor,
     attach,
-    axis_of,
     from_rank0,
     gather,
     new_token,
@@ -275,6 +275,52 @@ def check_unused(rank: int, world: int, through: str) -> None:
 @pytest.mark.parametrize("through", ["gather", "anchor"])
 def test_a_bucket_that_one_rank_does_not_use_is_scattered_on_every_rank(through: str) -> None:
     ranks.run(check_unused, 2, through, limit=120)
+
+
+def check_summed_in_place(rank: int, world: int) -> None:
+    """Twice through anchors with sums, beside the gradient without: the sums hold it twice, the gradient is zero."""
+    axis = axis_of(None)
+    shards = [randn(10 * number + rank, C) for number in range(3)]
+
+    def loss(free: list[Tensor], sums: list[Tensor] | None) -> Tensor:
+        token, total = new_token(free[0]), torch.zeros((), dtype=F64)
+        for number, shard in enumerate(free):
+            proxy, token = anchor(shard, token, axis, None if sums is None else sums[number])
+            gathered = gather(shard.detach(), new_token(shard), axis)[0]
+            (full,) = attach(gathered, proxy, ((0, gathered.numel(), (gathered.numel(),)),))
+            if number < 2 - rank:  # the last bucket is used nowhere, the second by rank 0 only
+                total = total + full.sin().sum() * (rank + 1)
+        return total + token.sum()
+
+    wanted = torch.func.grad(lambda free: loss(free, None))(shards)
+
+    def eagerly(sums: list[Tensor]) -> tuple[Tensor, ...]:
+        free = [shard.clone().requires_grad_() for shard in shards]
+        return torch.autograd.grad(loss(free, sums), free)
+
+    def functionally(sums: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(torch.func.grad(lambda free: loss(free, sums))(shards))
+
+    compiled = torch.compile(functionally, fullgraph=True, backend="aot_eager")
+    ways: list[Callable[[list[Tensor]], tuple[Tensor, ...]]] = [eagerly, functionally, compiled]
+    for way in ways:
+        sums = [torch.ones_like(shard) for shard in shards]
+        for times in (1, 2):
+            with nullcontext() if way is compiled else Counting() as count:
+                gradients = way(sums)
+            assert count is None or count.seen["all_to_all_single"] == (3 if world > 1 else 0)
+            for number in range(3):
+                assert torch.equal(gradients[number], torch.zeros_like(shards[number]))
+                once = 1 + wanted[number]
+                assert torch.equal(sums[number], once if times == 1 else once + wanted[number])
+    assert float(wanted[0].abs().max()) > 0
+    assert float(wanted[2].abs().max()) == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gradients_are_summed_in_place_where_they_are_scattered(world: int) -> None:
+    ranks.run(check_summed_in_place, world, limit=120)
 
 
 def partly_used(rank: int) -> Callable[[Any, Tensor], Tensor]:

@@ -1,0 +1,75 @@
+"""The axis of ranks that an engine shards over."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A group of ranks: its size, this process's rank in it, and how it communicates."""
+
+    size: int = 1
+    rank: int = 0
+    group: str = ""
+    native: bool = True
+    """Whether CUDA tensors have a backend with a reduce-scatter of its own; gloo's runs an all-reduce."""
+    process_group: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live on this rank if nothing else says so."""
+        if self.process_group is None or not self.native or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+
+def _has_native_scatter(group: Any) -> bool:
+    # not get_backend: of a group made without naming one it says "undefined", and of gloo that it does CUDA too
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return backends.get("cuda", "gloo") != "gloo"
+
+
+def axis_of(mesh: DeviceMesh | None) -> Axis:
+    """Return the axis of a 1-D mesh, or of the default group, or of a world of one.
+
+    Raises
+    ------
+    ValueError
+        If ``WORLD_SIZE`` is above 1 and no process group exists; if the mesh has more than one dim; or if it leaves
+        ranks out, which would then train on their own without a word.
+    """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: must be a torch.distributed.DeviceMesh or None, got {type(mesh).__name__}")
+    if not (dist.is_available() and dist.is_initialized()):
+        world = os.environ.get("WORLD_SIZE", "1")
+        if world != "1":
+            raise ValueError(
+                f"WORLD_SIZE is {world} but there is no process group: "
+                "call torch.distributed.init_process_group() before building the engine"
+            )
+        return Axis()
+    if mesh is None:
+        group = dist.group.WORLD
+    else:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh: a mesh of {mesh.ndim} dims (hybrid sharding) is not supported yet; pass a 1-D mesh"
+            )
+        group = mesh.get_group()
+    size, world_size = dist.get_world_size(group), dist.get_world_size()
+    if size != world_size:
+        raise ValueError(
+            f"mesh: has {size} of the {world_size} ranks; the ranks outside it would train on other gradients. "
+            "Pass a mesh over all ranks, or none"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("mesh: this rank is not in it; pass a mesh over all ranks, or none")
+    if size == 1:
+        return Axis()
+    return Axis(size, rank, group.group_name, _has_native_scatter(group), group)  # type: ignore[union-attr]
