@@ -17,10 +17,10 @@ nox.needs_version = ">=2026.4"
 nox.options.error_on_missing_interpreters = True
 
 # Each test belongs to exactly one of the sessions tests, ranks, compile and examples (or needs a CUDA device).
-TESTS = "not ranks and not compile and not example and not gpu"
-RANKS = "ranks and not compile and not example and not gpu"
-COMPILE = "compile and not example and not gpu"
-EXAMPLES = "example and not gpu"
+TESTS = "not ranks and not compile and not example and not gpu and not long"
+RANKS = "ranks and not compile and not example and not gpu and not long"
+COMPILE = "compile and not example and not gpu and not long"
+EXAMPLES = "example and not gpu and not long"
 
 # The interpreter of the checks. The session `fzero` replaces it by that of its own environment.
 interpreter = Path(sys.executable)
@@ -83,6 +83,12 @@ def examples(session: nox.Session) -> None:
     """Run every example, shortened: the loss falls."""
     cache = str(session.cache_dir.absolute() / "inductor")
     run(session, "pytest", "-m", EXAMPLES, *session.posargs, TORCHINDUCTOR_CACHE_DIR=cache)
+
+
+@nox.session(requires=["fzero"], venv_backend="none", default=False)
+def long(session: nox.Session) -> None:
+    """Run the tests that take minutes each."""
+    run(session, "pytest", "-m", "long and not gpu", *session.posargs, OMP_NUM_THREADS="1")
 
 
 @nox.session(requires=["fzero"], venv_backend="none", default=False)

@@ -20,7 +20,12 @@ class Block:
     name: str
     buckets: tuple[int, ...]
     outside: tuple[int, ...]
+    gather: Callable[[Sequence[Tensor]], list[Tensor]]
+    """Shards to gathered buckets."""
+    build: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Tree]
+    """Gathered buckets, stand-ins and leaves outside to the subtree."""
     assemble: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Tree]
+    """Both: shards, stand-ins and leaves outside to the subtree."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,25 +125,39 @@ def _block(
     inside = {trained[slot.leaf] for place in buckets for slot in layout.buckets[place].slots}
     outside = tuple(sorted({ties[place] for place in members} - inside))
 
-    def assemble(shards: Sequence[Tensor], proxies: Sequence[Tensor], others: Sequence[Tensor]) -> Tree:
+    def gathered(shards: Sequence[Tensor]) -> list[Tensor]:
+        return [gather(shard, new_token(shard), axis)[0] for shard in shards]
+
+    def built(fulls: Sequence[Tensor], proxies: Sequence[Tensor], others: Sequence[Tensor]) -> Tree:
         leaves: dict[int, Tensor] = dict(zip(outside, others, strict=True))
-        for place, shard, proxy in zip(buckets, shards, proxies, strict=True):
+        for place, full, proxy in zip(buckets, fulls, proxies, strict=True):
             bucket = layout.buckets[place]
-            full = gather(shard, new_token(shard), axis)[0]
             for slot, leaf in zip(bucket.slots, attach(full, proxy, cuts_of(bucket)), strict=True):
                 leaves[trained[slot.leaf]] = leaf
         return build(shape, {place: leaves[ties[place]] for place in members})
 
-    return Block(name, buckets, outside, assemble)
+    def assemble(shards: Sequence[Tensor], proxies: Sequence[Tensor], others: Sequence[Tensor]) -> Tree:
+        return built(gathered(shards), proxies, others)
+
+    return Block(name, buckets, outside, gathered, built, assemble)
 
 
 def sharded_entry(
-    block: Block, shards: Sequence[Tensor], proxies: Mapping[int, Tensor], leaves: Mapping[int, Tensor]
+    block: Block,
+    shards: Sequence[Tensor],
+    proxies: Mapping[int, Tensor],
+    leaves: Mapping[int, Tensor],
+    gather_in_turn: Callable[[], list[Tensor]] | None = None,
 ) -> Sharded:
-    """Return what stands for a block's subtree in the tree that the loss function gets."""
+    """Return what stands for a block's subtree in the tree that the loss function gets.
+
+    With `gather_in_turn` its buckets come from there instead of a gather of its own.
+    """
     tensors = (
         tuple(shards[place] for place in block.buckets),
         tuple(proxies[place] for place in block.buckets),
         tuple(leaves[place] for place in block.outside),
     )
-    return Sharded(block.name, tensors, block.assemble)
+    if gather_in_turn is None:
+        return Sharded(block.name, tensors, block.assemble)
+    return Sharded(block.name, tensors, lambda _, proxies, others: block.build(gather_in_turn(), proxies, others))

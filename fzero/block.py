@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.remat import remat as recompute
 from fzero.tree import Tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+SLOT = "fzero_sharded"
+"""The attribute of a module that `fzero.from_module` made a block: its sharded parameters while the loss runs."""
 
 Assemble = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Tree]
 
@@ -161,7 +164,8 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
 
     Every `fzero.Sharded` among the arguments is all-gathered in forward, and again in backward; its gradient is
     scattered once. Where nothing is sharded this is activation checkpointing and communicates nothing.
-    See `fzero.remat.remat` for what arguments and outputs may be.
+    See `fzero.remat.remat` for what arguments and outputs may be. Of an `nn.Module` it works inside the forward of a
+    module that `fzero.from_module` runs, ``fzero.remat(self.layer)(x)``, and in one of your own.
     """
 
     def __init__(self, fn: Callable[P, R]) -> None:
@@ -175,6 +179,8 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function on trees of tensors and sharded subtrees."""
+        if isinstance(self.fn, nn.Module) and any(hasattr(child, SLOT) for child in self.fn.modules()):
+            return cast("R", self.fn(*args, **kwargs))  # blocks gather themselves, and recompute
         if not _has_sharded((args, kwargs)):
             return recompute(self.fn)(*args, **kwargs)
         return recompute(self.fn, _gather)(*_take_apart(args), **_take_apart(kwargs))

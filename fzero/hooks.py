@@ -17,8 +17,9 @@ class Collector:
     """Collects the gradients of a list of parameters and reduces each bucket as soon as its last one has landed.
 
     A gradient *lands* when autograd has accumulated it. Buckets are sent in reverse layout order, on all ranks: one
-    that is complete early waits for those before it. At the end of a backward pass the rest is sent; a parameter
-    without a gradient has a zero gradient.
+    that is complete early waits for those before it. With `units` those outside units come last: they may be used
+    anywhere, or on some ranks only, and a rank that waits for their sum must not keep another from gathering a unit.
+    At the end of a backward pass the rest is sent; a parameter without a gradient has a zero gradient.
 
     With `keeps` (stages 0 and 1) ``p.grad`` are views into one flat buffer a bucket, which holds the local sum until
     the step; each synchronising pass sends that sum, and what an earlier one sent is discarded. Without (stages 2 and
@@ -51,6 +52,10 @@ class Collector:
     ) -> None:
         self._buckets, self._parameters, self._names, self._axis = layout.buckets, parameters, names, axis
         self._keeps, self._units = keeps, units
+        numbers = reversed(range(len(self._buckets)))
+        # the order in which buckets are sent, and the place of each in it
+        self._order = sorted(numbers, key=lambda number: units is not None and self._buckets[number].block is None)
+        self._turn = {number: turn for turn, number in enumerate(self._order)}
         self._home = {
             slot.leaf: (number, index)
             for number, bucket in enumerate(layout.buckets)
@@ -91,7 +96,7 @@ class Collector:
         self._running, self._syncs, self._held = True, syncs, held
         self._arrived = set()
         self._missing = [len(bucket.slots) for bucket in self._buckets]
-        self._next = len(self._buckets) - 1
+        self._next = 0
 
     def arrive(self, place: int) -> None:
         """Count a parameter's gradient of this pass as complete (it has landed, or the pass does not reach it)."""
@@ -99,7 +104,7 @@ class Collector:
             return
         self._arrived.add(place)
         self._missing[self._home[place][0]] -= 1
-        while self._syncs and self._next >= 0 and self._missing[self._next] == 0:
+        while self._syncs and self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
             self._send()
         if self._units is not None:
             self._units.landed(place)
@@ -121,7 +126,7 @@ class Collector:
     def finished(self) -> list[Tensor]:
         """Wait, and return this rank's shard of every bucket's sum over ranks and passes; sends what is unsent."""
         if self._unsent:
-            self._next = len(self._buckets) - 1
+            self._next = 0
             self._send_rest()
         self._finish(0)
         return [self._sums[number] for number in range(len(self._buckets))]
@@ -134,7 +139,7 @@ class Collector:
                 f"engine: parameter {name!r} got a gradient outside engine.backward; "
                 "call engine.backward(loss), not loss.backward()"
             )
-        if self._syncs and number > self._next:
+        if self._syncs and self._turn[number] < self._next:
             raise RuntimeError(
                 f"backward: parameter {name!r} got one more gradient after its bucket was sent, from a backward pass "
                 "inside the backward pass; use torch.utils.checkpoint with use_reentrant=False there"
@@ -165,7 +170,8 @@ class Collector:
         self._filling[number][1][index].add_(gradient)
 
     def _make_room(self) -> None:
-        while self._flying and len(self._flying) + len(self._filling) > 1:
+        filling = [number for number in self._filling if self._units is None or self._buckets[number].block is not None]
+        while self._flying and len(self._flying) + len(filling) > 1:
             self._finish(len(self._flying) - 1)
 
     def _zeros(self, number: int) -> tuple[Tensor, list[Tensor]]:
@@ -178,7 +184,7 @@ class Collector:
 
     def _send(self) -> None:
         """Launch the reduction of the next bucket."""
-        number = self._next
+        number = self._order[self._next]
         if self._units is not None:
             self._units.catch_up(self._buckets[number].block)
         if self._keeps:
@@ -189,12 +195,12 @@ class Collector:
                 self._filling[number] = self._zeros(number)
             flat = self._filling.pop(number)[0]
         self._flying.append((number, start_scatter(flat, self._axis)))
-        self._next = number - 1
+        self._next += 1
 
     def _send_rest(self) -> None:
-        while self._next >= 0:
+        while self._next < len(self._order):
             if not self._keeps:
-                for slot in self._buckets[self._next].slots:
+                for slot in self._buckets[self._order[self._next]].slots:
                     self._take(slot.leaf)
             self._send()
         self._unsent = False

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from fzero.block import Sharded, block
+from fzero.block import SLOT, Sharded, block
+from fzero.called import call_module
 
-_SLOT = "fzero_sharded"
-"""The attribute of a block's module that holds its sharded parameters during one call of the loss function."""
+AGAIN = (
+    "from_module: part of the module ran again, in backward, when its parameters had left it; "
+    "in the module's forward use fzero.remat instead of torch.utils.checkpoint"
+)
 
 
 class ModuleLoss:
@@ -43,13 +45,12 @@ class ModuleLoss:
             raise ValueError(f"init: buffers must be what from_module returned (this module {have} buffers)")
         if not self._has_buffers:
             (batch,) = rest
-            return self._loss(params, {}, batch)
+            return self._loss(params, {}, batch)[0]
         buffers, batch = rest
-        updated = {name: buffer.clone() for name, buffer in buffers.items()}
-        loss = self._loss(params, updated, batch)
+        loss, updated = self._loss(params, {name: buffer.clone() for name, buffer in buffers.items()}, batch)
         return loss, OrderedDict([(name, updated[name]) for name in buffers])
 
-    def _loss(self, params: dict[str, Any], buffers: dict[str, Tensor], batch: Any) -> Any:
+    def _loss(self, params: dict[str, Any], buffers: dict[str, Tensor], batch: Any) -> tuple[Any, dict[str, Tensor]]:
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
             raise ValueError(f"batch: must be the pair (inputs, targets) here, got {type(batch).__name__}")
         inputs, targets = batch
@@ -57,24 +58,17 @@ class ModuleLoss:
         kwargs = inputs if isinstance(inputs, dict) else {}
         plain = {name: leaf for name, leaf in params.items() if not isinstance(leaf, Sharded)}
         if len(plain) == len(params):
-            output = _call(self._skeleton, plain, buffers, args, kwargs)
-            return self._criterion(output, targets)
+            output, buffers = call_module(self._skeleton, plain, buffers, args, kwargs)
+            return self._criterion(output, targets), buffers
         sharded = {name: leaf for name, leaf in params.items() if isinstance(leaf, Sharded)}
         for name, leaf in sharded.items():
-            setattr(self._units.get_submodule(name), _SLOT, leaf)
-        output = _call(self._units, plain, buffers, args, kwargs)
-        for name in sharded:
-            setattr(self._units.get_submodule(name), _SLOT, None)
-        return self._criterion(output, targets)
-
-
-def _call(module: nn.Module, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """Call a module on parameters and buffers; what it assigns to its buffers is written into the dict."""
-    values = {**params, **buffers}
-    output = functional_call(module, values, args, kwargs)
-    for name in buffers:
-        buffers[name] = values[name]
-    return output
+            setattr(self._units.get_submodule(name), SLOT, leaf)
+        try:
+            output, buffers = call_module(self._units, plain, buffers, args, kwargs)
+        finally:
+            for name in sharded:
+                setattr(self._units.get_submodule(name), SLOT, None)
+        return self._criterion(output, targets), buffers
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
@@ -107,16 +101,17 @@ def _make_unit(unit: nn.Module, shared: set[nn.Parameter]) -> None:
     def run(sharded: dict[str, Tensor], others: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         buffers = {name: others[name].clone() for name in buffer_names}
         constants = {name: others[name] for name in shared_names}
-        output = _call(inner, {**constants, **sharded}, buffers, args, kwargs)
-        return output, buffers
+        return call_module(inner, {**constants, **sharded}, buffers, args, kwargs)
 
     gathered = block(run)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, SLOT) is None:
+            raise RuntimeError(AGAIN)
         others = {name: _current(self, name) for name in shared_names}
         # copies: the recomputation in backward must see the buffers as they were
         others.update({name: _current(self, name).clone() for name in buffer_names})
-        output, buffers = gathered(getattr(self, _SLOT), others, args, kwargs)
+        output, buffers = gathered(getattr(self, SLOT), others, args, kwargs)
         for name in buffer_names:
             _current(self, name).copy_(buffers[name])
         return output
@@ -127,7 +122,7 @@ def _make_unit(unit: nn.Module, shared: set[nn.Parameter]) -> None:
             home = unit.get_submodule(path)
             delattr(home, last)
             setattr(home, last, Sharded(name, ((), (), ()), _nothing))
-    unit.__class__ = type(type(unit).__name__, (type(unit),), {"forward": forward, _SLOT: None})
+    unit.__class__ = type(type(unit).__name__, (type(unit),), {"forward": forward, SLOT: None})
 
 
 def _nothing(*_: Any) -> NoReturn:
@@ -170,11 +165,11 @@ def from_module(
     ``loss_fn(params, buffers, batch) -> (loss, new_buffers)``. `criterion` returns a scalar, a mean over the batch, or
     `fzero.Mean`. `params` and `buffers` are dicts by name in registration order that share memory with the module until
     an engine copies them. In stage 3 a block's parameters exist only inside a call of the block, and what it sets
-    on itself stays there; `torch.utils.checkpoint` inside the module's forward does not work (it runs again when
-    the parameters have left the module). A tied parameter stands there once, under its first name. `buffers` is
-    None for a module without any. The
-    ``training`` flag of every submodule is frozen at this call, so
-    ``from_module(module.eval(), ...)`` gives the loss function for `evaluate`.
+    on itself stays there. For activation checkpointing write ``fzero.remat(self.layer)(x)`` in the module's
+    forward; `torch.utils.checkpoint` would run the layer again when its parameters have left the module, and is
+    refused. A tied parameter stands there once, under its first name. `buffers` is None for a module without any. The
+    ``training`` flag of every submodule is frozen at this call, so ``from_module(module.eval(), ...)`` gives the loss
+    function for `evaluate`.
 
     Parameters
     ----------

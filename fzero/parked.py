@@ -56,7 +56,6 @@ def park_function_that_captures_no_tensor(  # the name stands in Dynamo's messag
 ) -> int:
     """Keep a function and the structure of its arguments; return its number."""
     refuse_captured(fn, lambda _: True)
-    # a method comes in two parts, because Dynamo does not take it for a constant
     fn = functools.partial(prepared, fn if owner is None else MethodType(fn, owner), prepare)
     number = next(_numbers)
     count = _count(shape)

@@ -7,9 +7,10 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fzero.called import call_module
 from fzero.parked import decode, outline_constants, park_function_that_captures_no_tensor, run_parked, token_count
 from fzero.recompute import Recomputed, prepared, refuse_captured
 
@@ -38,33 +39,66 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
     tensor(6.)
     """
 
-    def __init__(self, fn: Callable[P, R], prepare: Callable[[Any], Any] = lambda arguments: arguments) -> None:
+    def __init__(
+        self, fn: Callable[P, R], prepare: Callable[[Any], Any] = lambda arguments: arguments, owner: Any = None
+    ) -> None:
         if not callable(fn):
             raise TypeError(f"remat: takes a function, got {type(fn).__name__}")
-        self.fn = fn
-        self.prepare = prepare
+        self.fn, self.prepare, self.owner = fn, prepare, owner
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function on trees of tensors."""
+        if isinstance(self.fn, nn.Module):
+            return cast("R", _recompute_module(self.fn, args, kwargs))
+        return self.recompute(*args, **kwargs)
+
+    def recompute(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function on trees of tensors, all of which are arguments."""
         if torch.compiler.is_compiling():
             tensors: list[Tensor] = []
             shape = outline_constants((args, kwargs), tensors)
+            # a method comes in two parts, because Dynamo does not take it for a constant
             if isinstance(self.fn, MethodType):
                 key = park_function_that_captures_no_tensor(self.fn.__func__, self.fn.__self__, self.prepare, shape)
             else:
-                key = park_function_that_captures_no_tensor(self.fn, None, self.prepare, shape)
+                key = park_function_that_captures_no_tensor(self.fn, self.owner, self.prepare, shape)
             outputs = run_parked(key, *tensors)
             return cast("R", decode(key, iter(range(token_count(key))), outputs))
+        fn = self.fn if self.owner is None else MethodType(self.fn, self.owner)
         if torch._C._functorch.peek_interpreter_stack() is None:  # noqa: SLF001  (no public way to ask)
             # tensors go in flat: checkpoint must see them to notice one that the function changes in place
             leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)))
 
             def call(*leaves: Any) -> R:
-                return prepared(self.fn, self.prepare, *treespec.unflatten(leaves))
+                return cast("R", prepared(fn, self.prepare, *treespec.unflatten(leaves)))
 
             return checkpoint(call, *leaves, use_reentrant=False)
         refuse_captured(self.fn, torch._C._functorch.is_gradtrackingtensor)  # noqa: SLF001
         leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)))
-        parked = Recomputed(functools.partial(prepared, self.fn, self.prepare), treespec.unflatten, leaves)
+        parked = Recomputed(functools.partial(prepared, fn, self.prepare), treespec.unflatten, leaves)
         outputs = parked(*[leaf for leaf in leaves if isinstance(leaf, Tensor)])
         return cast("R", parked.rebuild(outputs))
+
+
+def _is_borrowed(module: nn.Module) -> bool:
+    """Return whether a module's parameters may be gone, or others, when it runs again in backward."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
+        return True
+    return any(not isinstance(parameter, nn.Parameter) for parameter in module.parameters())
+
+
+def _recompute_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Recompute a module on the parameters and buffers that it has now; what it does to its buffers is done once."""
+    params = dict(module.named_parameters()) if _is_borrowed(module) else {}
+    buffers = dict(module.named_buffers())
+    run: Any = remat(_run_module, owner=module)
+    # copies: the recomputation must see the buffers as they were
+    copies = {name: buffer.clone() for name, buffer in buffers.items()}
+    output, new = run.recompute(params, copies, args, kwargs)
+    for name, buffer in buffers.items():
+        buffer.copy_(new[name])
+    return output
+
+
+def _run_module(module: nn.Module, params: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
+    return call_module(module, params, {name: buffer.clone() for name, buffer in buffers.items()}, args, kwargs)

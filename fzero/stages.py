@@ -13,20 +13,29 @@ stage  at rest on each rank         gathered                     gradients reduc
 The table is ZeRO's (arXiv:1910.02054, sec. 5). Everything in this file is traced by `torch.compile`.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from fzero.binding import Binding, sharded_entry
 from fzero.comm import anchor, gather, new_token, scatter, share_buffers, sum_over_ranks
 from fzero.grad import value_and_grad
+from fzero.returned import read
 from fzero.rule import Optimizer, wide
-from fzero.state import Mean, Parts
-from fzero.tree import Outline, Tree, build, paths_and_leaves, show_path, structure
+from fzero.state import Parts
+from fzero.tree import Outline, Tree, build
+from fzero.turns import Pass, Turns
+
+RECOMPUTED_OTHERWISE = (
+    "loss_fn: a part of it computed something else when it ran again in backward. If it is torch.utils.checkpoint "
+    "inside a module's forward, whose parameters are not there any more, use fzero.remat instead"
+)
 
 
 class Totals(NamedTuple):
@@ -38,6 +47,18 @@ class Totals(NamedTuple):
     aux: Tree
     sample: Tensor
     """The loss as the loss function returned it (of the last micro-batch): its dtype is that of the metrics."""
+
+
+class Given(NamedTuple):
+    """What a loss depends on beside the variables."""
+
+    fixed: tuple[Tensor, ...]
+    buffers: Tree
+    batch: Tree
+    sums: Sequence[Tensor] | None = None
+    """Where the scattered gradients of stages 2 and 3 are added; without, they are returned."""
+    turn: Pass | None = None
+    """When blocks are gathered, in eager stage 3."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +78,7 @@ class Program:
     has_buffers: bool
     donate: bool
     buffer_outline: Outline
+    turns: Turns
 
     # --- forward and backward --------------------------------------------------------------------------------------
 
@@ -69,15 +91,16 @@ class Program:
         return fulls
 
     def objective(
-        self, variables: Sequence[Tensor], shards: Sequence[Tensor], fulls: Sequence[Tensor], rest: tuple[Any, ...]
+        self, variables: Sequence[Tensor], shards: Sequence[Tensor], fulls: Sequence[Tensor], given: Given
     ) -> tuple[Tensor, Totals]:
         """Return this rank's loss as a function of the variables: buckets in stages 0 and 1, shards in 2 and 3."""
-        fixed, buffers, batch, sums = rest
+        fixed, buffers, batch, sums, turn = given
         binding = self.binding
         gathered: dict[int, Tensor] = {}
         proxies: dict[int, Tensor] = {}
         token = new_token(variables[0]) if variables else None
-        for number, (bucket, variable) in enumerate(zip(binding.layout.buckets, variables, strict=True)):
+        for number in self.scatter_order(turn):
+            bucket, variable = binding.layout.buckets[number], variables[number]
             if self.stage < 2:
                 gathered[number] = variable
                 continue
@@ -85,56 +108,54 @@ class Program:
             proxies[number], token = anchor(variable, token, binding.axis, into)  # type: ignore[arg-type]
             if not binding.is_sharded(bucket, self.stage):
                 gathered[number] = fulls[number]
+            elif turn is not None and proxies[number].grad_fn is not None:
+                block = cast("int", bucket.block)
+                proxies[number].grad_fn.register_prehook(lambda _, block=block: turn.catch_up(block))  # type: ignore[union-attr]
         leaves = binding.leaves_of(gathered, fixed, proxies if self.stage >= 2 else None)
-        tree = self.tree(leaves, shards, proxies)
+        tree = self.tree(leaves, shards, proxies, turn)
         result = self.loss_fn(tree, buffers, batch) if self.has_buffers else self.loss_fn(tree, batch)
-        total, count, new_buffers, aux = self.read(result, buffers)
+        if turn is not None:
+            turn.turn()
+        total, count, new_buffers, aux = read(result, buffers, has_buffers=self.has_buffers, has_aux=self.has_aux)
         if token is not None:
             total = total + token.sum().to(total.dtype)
         return total, Totals(total.detach().to(torch.float64), count, new_buffers, aux, total.detach())
 
-    def tree(self, leaves: Mapping[int, Tensor], shards: Sequence[Tensor], proxies: Mapping[int, Tensor]) -> Tree:
+    def scatter_order(self, turn: Pass | None) -> Sequence[int]:
+        """Return the buckets in reverse of the order in which their gradients are scattered.
+
+        In eager stage 3 those outside blocks are scattered last: what does not lie in a block may be used anywhere, or
+        on some ranks only, and a scatter must not come before a gather on one rank and after it on another.
+        """
+        buckets = self.binding.layout.buckets
+        numbers = range(len(buckets))
+        return numbers if turn is None else sorted(numbers, key=lambda number: buckets[number].block is not None)
+
+    def new_pass(self, shards: Sequence[Tensor]) -> Pass | None:
+        """Return what says when blocks are gathered; compiled, the graph's own order does."""
+        if self.stage < 3 or self.binding.axis.size == 1 or torch.compiler.is_compiling():
+            return None
+        blocks = self.binding.blocks
+        return Pass(
+            self.turns, lambda number: blocks[number].gather([shards[place] for place in blocks[number].buckets])
+        )
+
+    def tree(
+        self,
+        leaves: Mapping[int, Tensor],
+        shards: Sequence[Tensor],
+        proxies: Mapping[int, Tensor],
+        turn: Pass | None,
+    ) -> Tree:
         """Return the tree that the loss function gets."""
         if self.stage < 3:
             return build(self.binding.plain, leaves)
         count = len(self.binding.inspected.leaves)
         entries: dict[int, Any] = dict(leaves)
         for number, block in enumerate(self.binding.blocks):
-            entries[count + number] = sharded_entry(block, shards, proxies, leaves)
+            in_turn = None if turn is None else functools.partial(turn.gather, number)
+            entries[count + number] = sharded_entry(block, shards, proxies, leaves, in_turn)
         return build(self.binding.inspected.outline, entries)
-
-    def read(self, result: Any, buffers: Tree) -> tuple[Tensor, Tensor, Tree, Tree]:
-        """Take apart what the loss function returned: total, count, new buffers, aux."""
-        names = ["loss", *(["new_buffers"] if self.has_buffers else []), *(["aux"] if self.has_aux else [])]
-        if len(names) == 1:
-            parts: tuple[Any, ...] = (result,)
-        elif isinstance(result, tuple) and len(result) == len(names) and not isinstance(result, Mean):
-            parts = result
-        else:
-            raise TypeError(f"loss_fn: must return ({', '.join(names)}), got {_describe(result)}")
-        loss = parts[0]
-        total, count = (loss.total, loss.count) if isinstance(loss, Mean) else (loss, 1.0)
-        if not isinstance(total, Tensor):
-            raise TypeError(
-                f"loss_fn: the loss must be a 0-d floating tensor or fzero.Mean, got {_describe(total)}"
-                + ("; for (loss, aux) set has_aux=True" if isinstance(total, tuple) else "")
-            )
-        if not total.is_floating_point():
-            raise TypeError(f"loss_fn: the loss must be floating, got {total.dtype}; it has no gradient")
-        if total.ndim:
-            raise ValueError(f"loss_fn: the loss must be 0-d, got shape {tuple(total.shape)}; take its mean")
-        if not isinstance(count, (Tensor, int, float)):
-            raise TypeError(f"loss_fn: Mean.count must be a 0-d tensor or a number, got {_describe(count)}")
-        counted = torch.as_tensor(count, device=total.device).detach().to(torch.float64)
-        if counted.ndim:
-            raise ValueError(f"loss_fn: Mean.count must be 0-d, got shape {tuple(counted.shape)}")
-        new_buffers = parts[1] if self.has_buffers else buffers
-        _check_buffers(buffers, new_buffers)
-        aux: Tree = parts[-1] if self.has_aux else None
-        for leaf in optree.tree_leaves(aux):
-            if not isinstance(leaf, Tensor):
-                raise TypeError(f"loss_fn: every leaf of aux must be a tensor, got {_describe(leaf)}")
-        return total, counted, new_buffers, aux
 
     def backward(
         self,
@@ -151,10 +172,15 @@ class Program:
         variables = parts.shards if self.stage >= 2 else fulls
         # the loss function may write into its buffers; the state's own stay as they are until the step is accepted
         own = optree.tree_map(lambda buffer: buffer.clone(), buffers)
-        rest = (parts.fixed, own, batch, sums)
-        gradients, _, aux = value_and_grad(
-            lambda free: self.objective(free, parts.shards, fulls, rest), list(variables)
-        )
+        given = Given(parts.fixed, own, batch, sums, self.new_pass(parts.shards))
+        try:
+            gradients, _, aux = value_and_grad(
+                lambda free: self.objective(free, parts.shards, fulls, given), list(variables)
+            )
+        except CheckpointError as error:
+            raise RuntimeError(RECOMPUTED_OTHERWISE) from error
+        if given.turn is not None:
+            given.turn.end()
         return gradients, aux
 
     # --- reduction and update --------------------------------------------------------------------------------------
@@ -272,7 +298,8 @@ class Program:
             fulls = self.head(parts.shards)
             variables = parts.shards if self.stage >= 2 else fulls
             own = optree.tree_map(lambda buffer: buffer.clone(), parts.buffers)
-            _, totals = self.objective(variables, parts.shards, fulls, (parts.fixed, own, batch, None))
+            given = Given(parts.fixed, own, batch, turn=self.new_pass(parts.shards))
+            _, totals = self.objective(variables, parts.shards, fulls, given)
             mine = torch.stack([totals.total, totals.counted])
             total, count = sum_over_ranks(mine, self.binding.axis).unbind()
             loss = total / torch.where(count > 0, count, torch.ones_like(count))
@@ -294,25 +321,3 @@ def divided(gradient: Tensor, count: Tensor, clip: Tensor | None = None) -> Tens
 def loss_dtype(totals: Totals) -> torch.dtype:
     """Return the dtype in which the loss is reported: float64 if it was computed so, else float32."""
     return torch.float64 if totals.sample.dtype == torch.float64 else torch.float32
-
-
-def _check_buffers(old: Tree, new: Tree) -> None:
-    before, after = optree.tree_leaves(old), optree.tree_leaves(new)
-    # (Dynamo's own idea of equal structures is stricter about dicts; a compiled step is checked by its leaves)
-    if not torch.compiler.is_compiling() and optree.tree_structure(old) != optree.tree_structure(new):
-        raise ValueError(
-            f"loss_fn: new_buffers must have the structure of the buffers: {structure(old)}, got {structure(new)}"
-        )
-    if len(before) != len(after):
-        raise ValueError(f"loss_fn: new_buffers must have the {len(before)} leaves of the buffers, got {len(after)}")
-    for place, (mine, value) in enumerate(zip(before, after, strict=True)):
-        if not isinstance(value, Tensor) or value.shape != mine.shape or value.dtype != mine.dtype:
-            got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else _describe(value)
-            raise ValueError(
-                f"loss_fn: new_buffers leaf {show_path(paths_and_leaves(old)[place][0])} must have shape "
-                f"{tuple(mine.shape)} and dtype {mine.dtype} as before, got {got}"
-            )
-
-
-def _describe(value: Any) -> str:
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

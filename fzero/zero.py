@@ -21,6 +21,7 @@ from fzero.rule import Optimizer
 from fzero.stages import Program, Totals, divided, loss_dtype
 from fzero.state import Metrics, Parts, State, to_parts, to_state
 from fzero.tree import Tree, build, outline, paths_and_leaves, show_path, structure
+from fzero.turns import Turns
 
 POLICIES = ("none", "rank0", "mean")
 
@@ -200,6 +201,7 @@ class Zero:
             has_buffers=buffers is not None,
             donate=self._donate,
             buffer_outline=outline(buffers),
+            turns=Turns([block.name for block in binding.blocks], self._axis),
         )
 
     # --- step ------------------------------------------------------------------------------------------------------

@@ -22,9 +22,7 @@ class Kind(NamedTuple):
     criterion: Callable[[Any, Any], Any]
     batch: Callable[[int, int], Any]
     units: Callable[[Any], list[nn.Module] | None] = lambda _: None
-    """What stage 3 gathers as one, in the hook engine."""
-    blocks: Callable[[Any], list[nn.Module] | None] | None = None
-    """The same in the functional engine, if it has to differ."""
+    """What stage 3 gathers as one."""
 
     def module(self) -> nn.Module:
         torch.manual_seed(3)
@@ -51,8 +49,7 @@ def call(module: Any, inputs: Any) -> Any:
 def functional(kind: Kind, stage: int, rank: int, steps: int, settings: dict[str, Any]) -> Iterator[Seen]:
     """Train with `fzero.Zero`."""
     module = kind.module()
-    blocks = (kind.blocks or kind.units)(module)
-    loss_fn, params, buffers = fzero.from_module(module, kind.criterion, blocks)
+    loss_fn, params, buffers = fzero.from_module(module, kind.criterion, kind.units(module))
     engine = fzero.Zero(loss_fn, opt(), stage, **settings)
     state = engine.init(params, buffers)
     for step in range(steps):

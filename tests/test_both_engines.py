@@ -138,6 +138,8 @@ class Twice(nn.Module):
         x = torch.tanh(layer(x))
         if self.mode == "plain":
             return layer(x)  # type: ignore[no-any-return]
+        if self.mode == "remat":
+            return fzero.remat(layer)(x)  # type: ignore[no-any-return]
         return checkpoint(layer, x, use_reentrant=self.mode == "reentrant")  # type: ignore[no-any-return]
 
 
@@ -149,7 +151,7 @@ def twice(mode: str) -> Kind:
     return Kind(lambda: Twice(mode).double(), F.mse_loss, batch)
 
 
-@pytest.mark.parametrize("mode", ["plain", "siamese"])
+@pytest.mark.parametrize("mode", ["plain", "siamese", "remat"])
 def test_b11_a_layer_used_twice(mode: str) -> None:
     check(functools.partial(twice, mode), 2)
 
@@ -174,10 +176,7 @@ def count_sends(rank: int, world: int, mode: str) -> dict[int, Any]:  # noqa: AR
 
 @pytest.mark.parametrize("mode", ["not reentrant", "reentrant"])
 def test_b11_checkpointing_reduces_each_leaf_once_a_step(mode: str) -> None:
-    """Equal to the run without it, of either engine.
-
-    Under the functional engine torch.utils.checkpoint raises its own error; `fzero.remat` is for that.
-    """
+    """Equal to the run without it, of either engine; under the functional engine `fzero.remat` is for that."""
     results = ranks.run(count_sends, 2, mode)
     plain: list[Runs] = ranks.run(train, 2, functools.partial(twice, "plain"), 3, {})
     theirs = list(oracle(twice("plain"), 2, 3))
@@ -187,6 +186,50 @@ def test_b11_checkpointing_reduces_each_leaf_once_a_step(mode: str) -> None:
             assert not apart(iter(run), iter(theirs))
             assert not unequal(iter(run), iter(right["functional", stage]))
             assert not unequal(iter(run), iter(right["hooked", stage]))
+
+
+class Remats(nn.Module):
+    """A layer, and a container of blocks, BatchNorm and dropout, recomputed; or the same, kept."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.parts = nn.ModuleList([nn.Linear(5, 5)])
+        self.middle = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part, middle = self.parts[0], self.middle
+        if self.keeps:
+            return middle(part(x))  # type: ignore[no-any-return]
+        return fzero.remat(middle)(fzero.remat(part)(x))  # type: ignore[no-any-return]
+
+
+def train_remats(rank: int, world: int) -> list[str]:  # noqa: ARG001
+    def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(step)  # what dropout draws
+        return numbers(8, 5, seed=rank + step, dtype=F32), numbers(8, 3, seed=rank + step + 50, dtype=F32)
+
+    found = []
+    for name, run in ENGINES.items():
+        for stage in STAGES:
+            ours, theirs = (
+                run(Kind(functools.partial(Remats, keeps), F.mse_loss, batch), stage, rank, 3, {})
+                for keeps in (False, True)
+            )
+            found += unequal(ours, theirs, f"{name} stage {stage}")
+    return found
+
+
+def test_b11_recomputed_modules_give_the_bits_of_kept_ones() -> None:
+    """With buffers and dropout, around blocks and without, in either engine."""
+    assert ranks.run(train_remats, 2) == [[], []]
+
+
+def test_b11_checkpointing_by_torch_says_what_to_use_under_the_functional_engine() -> None:
+    for mode in ("reentrant", "not reentrant"):
+        for stage in (2, 3):
+            with pytest.raises(RuntimeError, match=r"fzero\.remat|use_reentrant=True"):
+                list(ENGINES["functional"](twice(mode), stage, 0, 1, {}))
 
 
 # --- B13 -------------------------------------------------------------------------------------------------------------
@@ -220,39 +263,109 @@ class Repeats(nn.Module):
         return self.last(x)  # type: ignore[no-any-return]
 
 
-def uneven(what: str) -> Kind:
-    """The functional engine gathers what only some ranks use outside its blocks; the hook engine has it in a unit."""
+class Uneven(nn.Module):
+    """Four layers, of which each rank skips another, and a leaf, registered last, that one rank uses first."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+        self.last = nn.Linear(5, 3)
+        self.first = nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        x = self.first(x) if int(skip[0]) == 2 else x
+        for number, layer in enumerate(self.layers):
+            x = x if number == int(skip[0]) else torch.tanh(layer(x))
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class Backwards(nn.Module):
+    """Layers that are called in another order than they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        for number in order[0]:
+            x = torch.tanh(self.layers[int(number)](x))
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+FLAGS: dict[str, Callable[[int], Tensor]] = {
+    "heads": lambda rank: torch.full((4,), rank == 0),
+    "repeats": lambda rank: torch.full((4,), 3 if rank else 1),
+    "skips": lambda rank: torch.full((4,), 1 + rank),
+    "backwards": lambda _: torch.tensor([[2, 0, 3, 1]]).expand(4, 4),
+    "twice": lambda _: torch.tensor([[1, 0, 1, 2, 3, 2]]).expand(4, 6),
+    "another order": lambda rank: torch.tensor([[0, 1, 3, 2] if rank else [0, 1, 2, 3]]).expand(4, 4),
+}
+
+
+def uneven(what: str) -> Kind:
     def batch(rank: int, step: int) -> Any:
         seed = 100 * rank + step
-        flag = torch.full((4,), rank == 0) if what == "heads" else torch.full((4,), 3 if rank else 1)
-        return (numbers(4, 5, seed=seed), flag), numbers(4, 3, seed=seed + 50)
+        return (numbers(4, 5, seed=seed), FLAGS[what](rank)), numbers(4, 3, seed=seed + 50)
 
     if what == "heads":
+        return Kind(lambda: Heads().double(), F.mse_loss, batch, lambda module: [*module.trunk, *module.heads])
+    if what == "repeats":
         return Kind(
-            lambda: Heads().double(),
-            F.mse_loss,
-            batch,
-            lambda module: [*module.trunk, *module.heads],
-            lambda module: list(module.trunk),
+            lambda: Repeats().double(), F.mse_loss, batch, lambda module: [module.first[0], module.layer, module.last]
         )
-    return Kind(
-        lambda: Repeats().double(),
-        F.mse_loss,
-        batch,
-        lambda module: [module.first[0], module.layer, module.last],
-        lambda module: list(module.first),
-    )
+    kind = Uneven if what == "skips" else Backwards
+    return Kind(lambda: kind().double(), F.mse_loss, batch)
 
 
-@pytest.mark.parametrize("what", ["heads", "repeats"])
+@pytest.mark.parametrize("what", ["heads", "repeats", "skips", "backwards", "twice"])
 def test_b13_a_part_that_ranks_use_unevenly(what: str) -> None:
-    """Ends equal to O1 at every stage, on every rank, and the engines agree within its tolerance."""
+    """Ends equal to O1 at every stage, on every rank, and the engines agree within its tolerance. A bucket a leaf."""
     make = functools.partial(uneven, what)
     theirs = list(oracle(make(), 2, 3))
-    for runs in ranks.run(train, 2, make, 3, {}):
+    for runs in ranks.run(train, 2, make, 3, {"bucket_bytes": 1}):
         for (name, stage), ours in runs.items():
             assert not apart(iter(ours), iter(theirs), f"{name} stage {stage}")
+
+
+@pytest.mark.parametrize("engine", ["functional", "hooked"])
+def test_b13_another_order_on_one_rank_ends_every_rank(engine: str) -> None:
+    """The parameters of two blocks of equal size are never mixed up: the ranks end, within the time limit."""
+    ended = ranks.outcomes(drain, 2, engine, limit=80.0)
+    assert all(outcome.error for outcome in ended), ended
+    assert any("out of turn" in (outcome.error or "") or "once more" in (outcome.error or "") for outcome in ended)
+
+
+def drain(rank: int, world: int, engine: str) -> None:  # noqa: ARG001
+    list(ENGINES[engine](uneven("another order"), 3, rank, 2, {}))
+
+
+def gathers_a_step(rank: int, world: int) -> list[int]:  # noqa: ARG001
+    """Count the gathers of a block, step by step, when blocks are called in an order of their own."""
+    from fzero import binding, comm
+
+    found: list[int] = []
+
+    def counting(shard: Tensor, token: Tensor, axis: Any) -> Any:
+        found[-1] += 1
+        return comm.gather(shard, token, axis)
+
+    binding.gather = counting  # type: ignore[attr-defined]
+    kind = uneven("backwards")
+    loss_fn, params, buffers = fzero.from_module(kind.module(), kind.criterion)
+    engine = fzero.Zero(loss_fn, opt(), 3)
+    state = engine.init(params, buffers)
+    for step in range(3):
+        found.append(0)
+        state, _ = engine.step(state, kind.batch(rank, step))
+    return found
+
+
+def test_b13_an_order_of_its_own_costs_gathers_once() -> None:
+    for found in ranks.run(gathers_a_step, 2):
+        # four blocks, a bucket with decay and one without, in forward and in backward
+        assert found[0] > 2 * 2 * 4
+        assert found[1:] == [2 * 2 * 4] * 2
 
 
 # --- B14 -------------------------------------------------------------------------------------------------------------
