@@ -1,6 +1,7 @@
 """Batches: each rank has its own, a tree of tensors with one leading dim."""
 
 import optree
+import torch
 from torch import Tensor
 
 from fzero.tree import Tree, paths_and_leaves, show_path, structure
@@ -39,3 +40,9 @@ def micro_batches(batch: Tree, size: int, count: int) -> list[Tree]:
         return [batch]
     part = size // count
     return [optree.tree_map(lambda leaf, at=at: leaf[at * part : (at + 1) * part], batch) for at in range(count)]
+
+
+def cast_inputs(batch: Tree, dtype: torch.dtype) -> Tree:
+    """Return (inputs, targets) with the floating tensors among the inputs in another dtype."""
+    inputs, targets = batch
+    return optree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, inputs), targets

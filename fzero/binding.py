@@ -10,6 +10,7 @@ from fzero.block import Sharded
 from fzero.comm import Cuts, attach, gather, new_token
 from fzero.given import Inspected
 from fzero.layout import Bucket, Layout, LeafSpec, make_layout, split
+from fzero.precision import Precision
 from fzero.tree import Outline, Tree, build
 
 
@@ -62,11 +63,15 @@ class Binding:
     def full_tree(self, buckets: Sequence[Tensor], fixed: Sequence[Tensor] | None = None) -> Tree:
         """Return the user's tree from gathered buckets, in memory of its own; tied leaves are one tensor.
 
-        Without `fixed`, leaves that are carried unchanged are None (they have no gradient and no moments).
+        With `fixed` they are parameters, in the dtypes that were given. Without, leaves that are carried unchanged are
+        None (they have no gradient and no moments), and the others stay in the dtype of the buckets.
         """
         whole = self if fixed is not None else replace(self, fixed=())
         leaves = whole.leaves_of(dict(enumerate(buckets)), fixed or ())
-        copies = {source: leaves[source].clone() for source in sorted({self.ties[place] for place in leaves})}
+        copies = {}
+        for source in sorted({self.ties[place] for place in leaves}):
+            dtype = leaves[source].dtype if fixed is None else self.inspected.leaves[source].dtype
+            copies[source] = leaves[source].to(dtype, copy=True)
         return build(
             self.plain,
             [copies[source] if place in leaves else None for place, source in enumerate(self.ties)],
@@ -77,7 +82,9 @@ class Binding:
         return stage == 3 and bucket.block is not None
 
 
-def bind(inspected: Inspected, ties: Sequence[int], axis: Axis, plain: Outline, bucket_bytes: int) -> Binding:
+def bind(
+    inspected: Inspected, ties: Sequence[int], axis: Axis, plain: Outline, bucket_bytes: int, precision: Precision
+) -> Binding:
     """Lay out a tree that all ranks agree on."""
     ties = tuple(ties)
     home = _homes(inspected, ties)
@@ -91,7 +98,11 @@ def bind(inspected: Inspected, ties: Sequence[int], axis: Axis, plain: Outline, 
     )
     specs = [
         LeafSpec(
-            inspected.leaves[place].shape, inspected.leaves[place].dtype, inspected.leaves[place].label, home[place]
+            inspected.leaves[place].shape,
+            precision.stored(inspected.leaves[place].dtype),
+            inspected.leaves[place].label,
+            home[place],
+            precision.computed(inspected.leaves[place].dtype),
         )
         for place in trained
     ]
@@ -126,7 +137,8 @@ def _block(
     outside = tuple(sorted({ties[place] for place in members} - inside))
 
     def gathered(shards: Sequence[Tensor]) -> list[Tensor]:
-        return [gather(shard, new_token(shard), axis)[0] for shard in shards]
+        cast = [shard.to(layout.buckets[place].compute) for place, shard in zip(buckets, shards, strict=True)]
+        return [gather(shard, new_token(shard), axis)[0] for shard in cast]
 
     def built(fulls: Sequence[Tensor], proxies: Sequence[Tensor], others: Sequence[Tensor]) -> Tree:
         leaves: dict[int, Tensor] = dict(zip(outside, others, strict=True))

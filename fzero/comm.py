@@ -8,7 +8,7 @@ does not use still scatters, and on every rank in the same order. The pair is di
 `torch.func`, and under `torch.compile(fullgraph=True)`, where Dynamo must not look inside (`allow_in_graph`).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,8 @@ def _all_gather(shard: Tensor, size: int, group: str) -> Tensor:
     return _ops.wait_tensor(gathered)  # type: ignore[no-any-return]
 
 
-def _reduce_scatter(full: Tensor, size: int, group: str, native: bool) -> Tensor:
-    axis = Axis(size=size, group=group, native=native)
-    return finish_scatter(start_scatter(full, axis), axis)
-
-
-def start_scatter(full: Tensor, axis: Axis) -> Tensor:
-    """Launch the reduce-scatter of (N*C,) and return what `finish_scatter` waits for.
+def start_scatter(full: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Tensor:
+    """Launch the reduce-scatter of (N*C,), summed in `dtype` (its own), and return what `finish_scatter` waits for.
 
     Until then `full` must not change. In a world of one it is what is returned.
     """
@@ -42,15 +37,17 @@ def start_scatter(full: Tensor, axis: Axis) -> Tensor:
         return full
     full = full.contiguous()
     if axis.native and full.is_cuda:
+        full = full if dtype is None else full.to(dtype)
         return _ops.reduce_scatter_tensor(full, "sum", axis.size, axis.group)  # type: ignore[no-any-return]
     pieces = [full.numel() // axis.size] * axis.size
     return _ops.all_to_all_single(full, pieces, pieces, axis.group)  # type: ignore[no-any-return]
 
 
-def finish_scatter(pending: Tensor, axis: Axis) -> Tensor:
-    """Wait for what `start_scatter` launched and return this rank's (C,) of the sum over ranks."""
+def finish_scatter(pending: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Tensor:
+    """Wait for what `start_scatter` launched and return this rank's (C,) of the sum over ranks, in `dtype`."""
     pieces = _pieces(pending, axis)
-    return pieces[0] if pieces.shape[0] == 1 else _sum_pieces(pieces)
+    dtype = pieces.dtype if dtype is None else dtype
+    return pieces[0].to(dtype) if pieces.shape[0] == 1 else _sum_pieces(pieces, dtype)
 
 
 def _pieces(pending: Tensor, axis: Axis) -> Tensor:
@@ -61,28 +58,27 @@ def _pieces(pending: Tensor, axis: Axis) -> Tensor:
     return pieces.view(1 if axis.native and pieces.is_cuda else axis.size, -1)  # type: ignore[no-any-return]
 
 
-def sum_in_order(pieces: Tensor) -> Tensor:
-    """Sum (N, ...) over dim 0 in rank order; 16-bit floats are summed in float32 and rounded once."""
-    total = pieces[0]
-    if total.dtype in (torch.float16, torch.bfloat16):
-        total = total.float()
+def sum_in_order(pieces: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum (N, ...) over dim 0 in rank order, in `dtype`; 16-bit floats are summed in float32 and rounded once."""
+    dtype = pieces.dtype if dtype is None else dtype
+    total = pieces[0].to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
     for rank in range(1, pieces.shape[0]):
         total = total + pieces[rank]
-    return total.to(pieces.dtype)
+    return total.to(dtype)
 
 
 @torch.library.custom_op("fzero::sum_pieces", mutates_args=())
-def _sum_pieces(pieces: Tensor) -> Tensor:
+def _sum_pieces(pieces: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum in rank order, as one operation: inductor would fuse the sum into each of its uses, norm and update.
 
     The pieces, N times as large as their sum, would then live from the scatter to the update of the last bucket.
     """
-    return sum_in_order(pieces)
+    return sum_in_order(pieces, dtype)
 
 
 @_sum_pieces.register_fake
-def _(pieces: Tensor) -> Tensor:
-    return pieces.new_empty(pieces.shape[1:])
+def _(pieces: Tensor, dtype: torch.dtype) -> Tensor:
+    return pieces.new_empty(pieces.shape[1:], dtype=dtype)
 
 
 @torch.library.custom_op("fzero::add_pieces", mutates_args=("sums",))
@@ -91,12 +87,24 @@ def _add_pieces(sums: Tensor, pieces: Tensor) -> None:
 
     Every bucket's shard would then live until there.
     """
-    sums.add_(sum_in_order(pieces))
+    sums.add_(sum_in_order(pieces, sums.dtype))
 
 
 @_add_pieces.register_fake
 def _(sums: Tensor, pieces: Tensor) -> None:
     pass
+
+
+class Static(NamedTuple):
+    """What the operations have to know of an axis; Dynamo hands it over as three constants."""
+
+    size: int
+    group: str
+    native: bool
+
+    def ranks(self) -> Axis:
+        """Return it as an axis."""
+        return Axis(size=self.size, group=self.group, native=self.native)
 
 
 Cuts = tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -107,41 +115,42 @@ Cuts = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG004
-        return _all_gather(shard, size, group), token.clone()
+    def forward(shard: Tensor, token: Tensor, axis: Static) -> tuple[Tensor, Tensor]:
+        return _all_gather(shard, axis.size, axis.group), token.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.size, ctx.group, ctx.native = inputs[2:]
+        ctx.axis, ctx.dtype = inputs[2], inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, full: Tensor, token: Tensor) -> Any:
-        shard, token = _Scatter.apply(full, token, ctx.size, ctx.group, ctx.native)
-        return shard, token, None, None, None
+        shard, token = _Scatter.apply(full, token, ctx.dtype, ctx.axis)
+        return shard, token, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(full: Tensor, token: Tensor, size: int, group: str, native: bool) -> tuple[Tensor, Tensor]:
-        return _reduce_scatter(full, size, group, native), token.clone()
+    def forward(full: Tensor, token: Tensor, dtype: torch.dtype, axis: Static) -> tuple[Tensor, Tensor]:
+        ranks = axis.ranks()
+        return finish_scatter(start_scatter(full, ranks, dtype), ranks, dtype), token.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.size, ctx.group, ctx.native = inputs[2:]
+        ctx.axis, ctx.dtype = inputs[3], inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, shard: Tensor, token: Tensor) -> Any:
-        full, token = _Gather.apply(shard, token, ctx.size, ctx.group, ctx.native)
-        return full, token, None, None, None
+        full, token = _Gather.apply(shard.to(ctx.dtype), token, ctx.axis)
+        return full, token, None, None
 
 
 class _ScatterInto(torch.autograd.Function):
     """Scatter, and add to a tensor in place. It ends the chain: there is no way back through it."""
 
     @staticmethod
-    def forward(full: Tensor, token: Tensor, sums: Tensor, size: int, group: str, native: bool) -> Tensor:
-        axis = Axis(size=size, group=group, native=native)
-        _add_pieces(sums, _pieces(start_scatter(full, axis), axis))
+    def forward(full: Tensor, token: Tensor, sums: Tensor, axis: Static) -> Tensor:
+        ranks = axis.ranks()
+        _add_pieces(sums, _pieces(start_scatter(full, ranks, sums.dtype), ranks))
         return token.clone()
 
     @staticmethod
@@ -161,26 +170,25 @@ class _Anchor(torch.autograd.Function):
         shard: Tensor,
         token: Tensor,
         sums: Tensor | None,  # noqa: ARG004
-        size: int,
-        group: str,  # noqa: ARG004
-        native: bool,  # noqa: ARG004
+        dtype: torch.dtype,
+        axis: Static,
     ) -> tuple[Tensor, Tensor]:
-        return shard.new_zeros(()).expand(shard.numel() * size), token.clone()
+        return shard.new_zeros((), dtype=dtype).expand(shard.numel() * axis.size), token.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
         # not saved as a tensor: it must stay the very one that is added to
-        ctx.sums, ctx.size, ctx.group, ctx.native = inputs[2:]
+        ctx.sums, ctx.axis, ctx.dtype = inputs[2], inputs[4], inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, full: Tensor, token: Tensor) -> Any:
         if ctx.sums is not None:
-            token = _ScatterInto.apply(full, token, ctx.sums, ctx.size, ctx.group, ctx.native)
-            return full.new_zeros(()).expand(full.numel() // ctx.size), token, None, None, None, None
-        if ctx.size == 1:
-            return full.clone(), token.clone(), None, None, None, None
-        shard, token = _Scatter.apply(full, token, ctx.size, ctx.group, ctx.native)
-        return shard, token, None, None, None, None
+            token = _ScatterInto.apply(full, token, ctx.sums, ctx.axis)
+            return full.new_zeros((), dtype=ctx.dtype).expand(full.numel() // ctx.axis.size), token, None, None, None
+        if ctx.axis.size == 1:
+            return full.to(ctx.dtype, copy=True), token.clone(), None, None, None
+        shard, token = _Scatter.apply(full, token, ctx.dtype, ctx.axis)
+        return shard, token, None, None, None
 
 
 class _Attach(torch.autograd.Function):
@@ -219,17 +227,19 @@ def _at_once(*outputs: Tensor) -> None:
 
 @opaque
 def _gather(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
-    return _Gather.apply(shard, token, size, group, native)
+    return _Gather.apply(shard, token, Static(size, group, native))
 
 
 @opaque
-def _scatter(full: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
-    return _Scatter.apply(full, token, size, group, native)
+def _scatter(full: Tensor, token: Tensor, dtype: torch.dtype, size: int, group: str, native: bool) -> Any:
+    return _Scatter.apply(full, token, dtype, Static(size, group, native))
 
 
 @opaque
-def _anchor(shard: Tensor, token: Tensor, sums: Tensor | None, size: int, group: str, native: bool) -> Any:
-    proxy, token = _Anchor.apply(shard, token, sums, size, group, native)
+def _anchor(
+    shard: Tensor, token: Tensor, sums: Tensor | None, dtype: torch.dtype, size: int, group: str, native: bool
+) -> Any:
+    proxy, token = _Anchor.apply(shard, token, sums, dtype, Static(size, group, native))
     _at_once(proxy, token)
     return proxy, token
 
@@ -260,20 +270,25 @@ def gather(shard: Tensor, token: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     return _gather(shard, token, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
 
 
-def scatter(full: Tensor, token: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Reduce-scatter (N*C,) to this rank's (C,) of the sum over ranks; its transpose is `gather`.
+def scatter(full: Tensor, token: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Reduce-scatter (N*C,) to this rank's (C,) of the sum over ranks, in `dtype`; its transpose is `gather`.
 
     Communicates C elements from every rank to every other. On gloo it is an all-to-all and a local sum in rank order:
     half the bytes of gloo's own, and an order of summation that does not depend on the size of the message. 16-bit
     floats travel as they are there and are summed in float32. NCCL's own reduce-scatter is used on NCCL.
     """
+    dtype = full.dtype if dtype is None else dtype
     if axis.size == 1:
-        return full, token
-    return _scatter(full, token, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
+        return full.to(dtype), token
+    return _scatter(full, token, dtype, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
 
 
-def anchor(shard: Tensor, token: Tensor, axis: Axis, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def anchor(
+    shard: Tensor, token: Tensor, axis: Axis, sums: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Return a stand-in (N*C,) for the gathered bucket, whose gradient is scattered to the shard exactly once.
+
+    The stand-in, and so its gradient, has `dtype` (the shard's own); the sum over ranks has the shard's.
 
     The stand-in takes no memory and is never read. Wherever the bucket's values come from (gathered at the head of the
     step, or again and again inside blocks), `attach` ties them to it: the gradients of all uses are summed locally,
@@ -282,7 +297,8 @@ def anchor(shard: Tensor, token: Tensor, axis: Axis, sums: Tensor | None = None)
     With `sums` (C,) the scattered gradient is added to it in place, as soon as it is there, and the shard's own
     gradient is zero (and takes no memory).
     """
-    return _anchor(shard, token, sums, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
+    dtype = shard.dtype if dtype is None else dtype
+    return _anchor(shard, token, sums, dtype, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
 
 
 def sum_over_ranks(vector: Tensor, axis: Axis) -> Tensor:

@@ -14,8 +14,9 @@ class Flat:
     """One bucket of a module's parameters, whose ``.data`` are views into it while it is here.
 
     ======== =========== ===========================================================================================
-    full     (N*C,)      all of it
-    shard    (C,)        this rank's piece: a view into `full` if that always stays, else memory of its own
+    full     (N*C,)      all of it, in the compute dtype
+    owned    (C,)        what this rank updates, in the dtype of storage: its shard, or with `whole` (N*C,). A view into
+                         `full`, or `full` itself, if that always stays and has the same dtype; else memory of its own
     ======== =========== ===========================================================================================
 
     A bucket that does not stay is *here* between `fetch` and `free`. Otherwise its memory is given back, but its
@@ -24,12 +25,17 @@ class Flat:
     comes too early raises torch's error ("modified by an inplace operation") instead of reading memory that is gone.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], axis: Axis, *, stays: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, parameters: Sequence[nn.Parameter], axis: Axis, *, stays: bool, whole: bool
+    ) -> None:
         self.bucket, self.parameters = bucket, tuple(parameters)
-        self.full = from_rank0(pack(bucket, [parameter.detach() for parameter in parameters]), axis)
+        stored = from_rank0(pack(bucket, [parameter.detach() for parameter in parameters]), axis)
+        self.full = stored.to(bucket.compute)
         self._views = split(bucket, self.full)
-        own = shard(self.full, axis.size, axis.rank)
-        self.shard = own if stays else own.clone()
+        self.exact = self.full is stored
+        """Whether what is computed with is what is stored, not a rounded copy."""
+        own = stored if whole else shard(stored, axis.size, axis.rank)
+        self.owned = own if whole or (stays and self.exact) else own.clone()
         self.here = True
         self._show()
         if not stays:
@@ -41,10 +47,15 @@ class Flat:
             return
         with torch.no_grad():
             self.full.untyped_storage().resize_(self.bucket.length * self.full.element_size())
-            self.full.copy_(gather(self.shard, new_token(self.shard), axis)[0])
+            self.gather(axis)
         self._show()
         self._shift_versions(-1)
         self.here = True
+
+    def gather(self, axis: Axis) -> None:
+        """Write what all ranks own into the full bucket."""
+        cast = self.owned.to(self.bucket.compute)
+        self.full.copy_(gather(cast, new_token(cast), axis)[0])
 
     def free(self) -> None:
         """Give the memory of the full bucket back; nothing if it is gone."""

@@ -32,6 +32,7 @@ from fzero.flats import Flat
 from fzero.hooks import Collector
 from fzero.layout import make_layout
 from fzero.means import clip_factor, control, divided, read_loss
+from fzero.precision import Precision
 from fzero.rule import Optimizer
 from fzero.state import Mean, Metrics
 from fzero.taken import Settings, take
@@ -71,6 +72,8 @@ class HookedZero:
         Largest global L2 norm of the mean gradient; it is scaled by min(1, clip_norm / (norm + 1e-6)).
     buffer_policy
         What happens to floating buffers across ranks in `step`: "rank0" (rank 0's values everywhere), "mean", "none".
+    precision
+        In which dtypes parameters are stored, computed with and reduced, `fzero.Precision.bf16` for one.
 
     Raises
     ------
@@ -98,9 +101,10 @@ class HookedZero:
         bucket_bytes: int = 25 * 2**20,
         clip_norm: float | None = None,
         buffer_policy: str = "rank0",
+        precision: Precision = Precision(),  # noqa: B008  (frozen)
     ) -> None:
         self._axis = axis_of(mesh)
-        settings = Settings(stage, bucket_bytes, clip_norm, buffer_policy)
+        settings = Settings(stage, bucket_bytes, clip_norm, buffer_policy, precision)
         taken, _, _ = agree(
             self._axis, "HookedZero", lambda: take(module, opt, units, settings), lambda found: found.digest(settings)
         )
@@ -111,22 +115,34 @@ class HookedZero:
         share(taken.frozen.values(), self._axis)
         self._buffers = Buffers(module, taken.buffer_names, buffer_policy, self._axis)
         self._flats = [
-            Flat(bucket, [taken.trained[slot.leaf] for slot in bucket.slots], self._axis, stays=stage < 3)
+            Flat(
+                bucket,
+                [taken.trained[slot.leaf] for slot in bucket.slots],
+                self._axis,
+                stays=stage < 3,
+                whole=stage == 0,
+            )
             for bucket in self._layout.buckets
         ]
-        self._opt_states = [opt.init(self._owned(flat)) for flat in self._flats]
+        self._frozen = {name: parameter.detach() for name, parameter in taken.frozen.items()}
+        for parameter in taken.frozen.values():
+            if parameter.is_floating_point():
+                parameter.data = parameter.detach().to(precision.computed(parameter.dtype))
+        self._opt_states = [opt.init(flat.owned) for flat in self._flats]
         self._units = Units(taken.units, self._flats, self._axis) if stage == 3 else None
         self._collector = Collector(
-            self._layout, taken.trained, taken.trained_names, self._axis, keeps=stage < 2, units=self._units
+            self._layout,
+            taken.trained,
+            taken.trained_names,
+            self._axis,
+            keeps=stage < 2,
+            precision=precision,
+            units=self._units,
         )
         self._calls = Calls(module, {parameter: place for place, parameter in enumerate(taken.trained)})
         self._step = torch.zeros((), dtype=torch.int64, device=self._device)
         self._syncs, self._in_backward, self._fresh = True, False, True
         self._begin_step()
-
-    def _owned(self, flat: Flat) -> Tensor:
-        """Return the part of a bucket that this rank updates."""
-        return flat.full if self._stage == 0 else flat.shard
 
     def _begin_step(self) -> None:
         self._collector.reset()
@@ -139,7 +155,10 @@ class HookedZero:
     # --- forward and backward --------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output."""
+        """Return the module's output. With a compute dtype in `precision`, floating inputs are cast to it."""
+        compute = self._settings.precision.compute
+        if compute is not None:
+            args, kwargs = _cast(args, compute), _cast(kwargs, compute)
         if self._in_backward:  # recomputed by activation checkpointing
             return self.module(*args, **kwargs)
         if self._fresh:
@@ -245,23 +264,35 @@ class HookedZero:
 
     def _update(self, number: int, flat: Flat, mean: Tensor, skipped: Tensor) -> None:
         """Run the optimizer on one bucket and, if parameters stay gathered, gather it."""
+        mean = mean.to(flat.owned.dtype)
         if self._stage == 0:
             mean = gather(mean, new_token(mean), self._axis)[0]
-        owned, state = self._owned(flat), self._opt_states[number]
+        owned, state = flat.owned, self._opt_states[number]
         new, new_state = self._opt.update(mean, state, owned, labels=flat.bucket.label)
         owned.copy_(torch.where(skipped, owned, new))
         optree.tree_map_(lambda old, value: old.copy_(torch.where(skipped, old, value)), state, new_state)
-        if self._stage in (1, 2) and self._axis.size > 1:
-            flat.full.copy_(gather(flat.shard, new_token(flat.shard), self._axis)[0])
+        if self._stage == 0 and not flat.exact:
+            flat.full.copy_(owned)
+        elif self._stage in (1, 2) and not (flat.exact and self._axis.size == 1):
+            flat.gather(self._axis)
         flat.changed()
 
     # --- full trees ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def params(self) -> OrderedDict[str, Tensor]:
-        """Return all parameters by name, full and in memory of their own; a tied one once. Collective in stage 3."""
-        fulls = [flat.full if flat.here else self._gathered(flat.shard) for flat in self._flats]
-        return self._tree(fulls, {name: parameter.detach().clone() for name, parameter in self._taken.frozen.items()})
+        """Return all parameters by name, full, in the dtype given and in memory of their own; a tied one once.
+
+        Collective in stage 3, and in stages 1 and 2 if they are stored in another dtype than they are computed with.
+        """
+        fulls = []
+        for flat in self._flats:
+            if self._stage == 0 or not (flat.here and flat.exact):
+                fulls.append(flat.owned if self._stage == 0 else self._gathered(flat.owned))
+            else:
+                fulls.append(flat.full)
+        tree = self._tree(fulls, {name: parameter.clone() for name, parameter in self._frozen.items()})
+        return OrderedDict((name, leaf.to(self._taken.dtypes[name])) for name, leaf in tree.items())
 
     def buffers(self) -> OrderedDict[str, Tensor]:
         """Return a copy of this rank's buffers by name; equal on all ranks after a step unless the policy is "none"."""
@@ -270,7 +301,7 @@ class HookedZero:
     @torch.no_grad()
     def opt_state(self) -> Any:
         """Return the optimizer's state, with a dict by name in place of each moment (None where frozen). Collective."""
-        size = self._owned(self._flats[0]).shape
+        size = self._flats[0].owned.shape
 
         def full(*leaves: Tensor) -> Any:
             if leaves[0].shape != size:
@@ -299,3 +330,9 @@ class HookedZero:
             for slot, leaf in zip(flat.bucket.slots, flat.leaves(full), strict=True):
                 found[self._taken.trained_names[slot.leaf]] = leaf
         return OrderedDict((name, found[name]) for name in self._taken.names)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return optree.tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree
+    )

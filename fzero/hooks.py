@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from fzero.axis import Axis
 from fzero.comm import finish_scatter, start_scatter
 from fzero.layout import Layout, split
+from fzero.precision import Precision
 from fzero.units import Units
 
 
@@ -22,9 +23,10 @@ class Collector:
     At the end of a backward pass the rest is sent; a parameter without a gradient has a zero gradient.
 
     With `keeps` (stages 0 and 1) ``p.grad`` are views into one flat buffer a bucket, which holds the local sum until
-    the step; each synchronising pass sends that sum, and what an earlier one sent is discarded. Without (stages 2 and
-    3) a gradient moves into its bucket when it lands and ``p.grad`` is None again; the reduced shards are summed. At
-    most two buckets are then alive, of which one may be in flight, but for those that fill at the same time.
+    the step (if sums have a wider dtype, gradients are moved there when they land); each synchronising pass sends that
+    sum, and what an earlier one sent is discarded. Without (stages 2 and 3) a gradient moves into its bucket when it
+    lands and ``p.grad`` is None again; the reduced shards are summed. At most two buckets are then alive, of which one
+    may be in flight, but for those that fill at the same time, and those outside units.
 
     Parameters
     ----------
@@ -36,6 +38,9 @@ class Collector:
         The ranks that reduce.
     keeps
         Whether local gradients are kept.
+    precision
+        Local sums have the dtype of the reduction. They travel in the compute dtype, which is exact, when they are of
+        one pass.
     units
         Stage 3's, which have to know what is complete and what is about to be sent.
     """
@@ -48,8 +53,10 @@ class Collector:
         axis: Axis,
         *,
         keeps: bool,
+        precision: Precision,
         units: Units | None = None,
     ) -> None:
+        self._dtypes = [precision.reduced(bucket.compute) for bucket in layout.buckets]
         self._buckets, self._parameters, self._names, self._axis = layout.buckets, parameters, names, axis
         self._keeps, self._units = keeps, units
         numbers = reversed(range(len(self._buckets)))
@@ -71,6 +78,8 @@ class Collector:
     def reset(self) -> None:
         """Drop everything collected since the last step."""
         self._running = self._syncs = self._unsent = False
+        self._passes = 0
+        """How many are in the local sums."""
         self._kept: list[tuple[Tensor, list[Tensor]]] = []
         """Of every bucket: the flat local sum and its views. Only with `keeps`."""
         self._filling: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -94,6 +103,7 @@ class Collector:
             if not self._kept:
                 self._keep()
         self._running, self._syncs, self._held = True, syncs, held
+        self._passes += 1
         self._arrived = set()
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         self._next = 0
@@ -145,8 +155,8 @@ class Collector:
                 "inside the backward pass; use torch.utils.checkpoint with use_reentrant=False there"
             )
         if self._keeps:
-            _put_back(self._parameters[place], self._kept[number][1][index])
-        elif self._syncs:
+            self._put_back(self._parameters[place], self._kept[number][1][index])
+        elif self._syncs or self._is_wide(number):
             self._take(place)
         self.arrive(place)
 
@@ -156,7 +166,23 @@ class Collector:
         for number, bucket in enumerate(self._buckets):
             self._kept.append(self._zeros(number))
             for slot, view in zip(bucket.slots, self._kept[-1][1], strict=True):
-                self._parameters[slot.leaf].grad = view
+                self._parameters[slot.leaf].grad = None if self._is_wide(number) else view
+
+    def _is_wide(self, number: int) -> bool:
+        """Return whether sums of a bucket have another dtype than its gradients."""
+        return self._dtypes[number] != self._buckets[number].compute
+
+    @staticmethod
+    def _put_back(parameter: nn.Parameter, view: Tensor) -> None:
+        """Have a gradient in its bucket, which has another dtype, or even if someone has set ``p.grad`` to None."""
+        gradient = parameter.grad
+        if gradient is None or gradient is view:
+            return
+        if gradient.dtype != view.dtype:
+            view.add_(gradient)
+            parameter.grad = None
+        else:
+            parameter.grad = view.copy_(gradient)
 
     def _take(self, place: int) -> None:
         """Move a gradient into its bucket."""
@@ -177,7 +203,7 @@ class Collector:
     def _zeros(self, number: int) -> tuple[Tensor, list[Tensor]]:
         bucket = self._buckets[number]
         device = self._parameters[bucket.slots[0].leaf].device
-        flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=device)
+        flat = torch.zeros(bucket.length, dtype=self._dtypes[number], device=device)
         return flat, split(bucket, flat)
 
     # --- reduction -------------------------------------------------------------------------------------------------
@@ -194,7 +220,9 @@ class Collector:
                 self._make_room()
                 self._filling[number] = self._zeros(number)
             flat = self._filling.pop(number)[0]
-        self._flying.append((number, start_scatter(flat, self._axis)))
+        if self._passes == 1:
+            flat = flat.to(self._buckets[number].compute)
+        self._flying.append((number, start_scatter(flat, self._axis, self._dtypes[number])))
         self._next += 1
 
     def _send_rest(self) -> None:
@@ -204,12 +232,14 @@ class Collector:
                     self._take(slot.leaf)
             self._send()
         self._unsent = False
+        if not self._keeps:
+            self._passes = 0
 
     def _finish(self, leave: int) -> None:
         """Wait for the oldest in flight, until `leave` of them are left."""
         while len(self._flying) > leave:
             number, pending = self._flying.pop(0)
-            reduced = finish_scatter(pending, self._axis)
+            reduced = finish_scatter(pending, self._axis, self._dtypes[number])
             self._sums[number] = self._sums[number].add_(reduced) if number in self._sums else reduced
 
 
@@ -229,9 +259,3 @@ def _is_reached(parameter: nn.Parameter) -> bool:
     with torch.enable_grad():
         node = get_gradient_edge(parameter).node
     return torch._C._will_engine_execute_node(node)  # noqa: SLF001  (register_multi_grad_hook is built on it)
-
-
-def _put_back(parameter: nn.Parameter, view: Tensor) -> None:
-    """Have a gradient in its bucket even if someone has set ``p.grad`` to None in between."""
-    if parameter.grad is not None and parameter.grad is not view:
-        parameter.grad = view.copy_(parameter.grad)

@@ -1,9 +1,9 @@
 """Which leaf sits where in which bucket: arithmetic only, no communication.
 
-A *bucket* is one flat buffer that holds leaves of one dtype, one label and one block. Inside it every leaf starts at
-a multiple of `ALIGN` elements; its end is padded to a multiple of the number of ranks, and padding is zero. Rank r of
-N owns the r-th of N equal contiguous pieces of every bucket, its *shard*: flat shards balance to the element,
-whatever the shapes of the leaves (ZeRO, arXiv:1910.02054, sec. 5).
+A *bucket* is one flat buffer that holds leaves of one dtype (stored, and computed with), one label and one block.
+Inside it every leaf starts at a multiple of `ALIGN` elements; its end is padded to a multiple of the number of ranks,
+and padding is zero. Rank r of N owns the r-th of N equal contiguous pieces of every bucket, its *shard*: flat shards
+balance to the element, whatever the shapes of the leaves (ZeRO, arXiv:1910.02054, sec. 5).
 """
 
 from collections.abc import Hashable, Sequence
@@ -27,6 +27,8 @@ class LeafSpec:
     dtype: torch.dtype
     label: Hashable = None
     block: int | None = None
+    compute: torch.dtype | None = None
+    """In which dtype it is computed with; None: in its own."""
 
     @property
     def numel(self) -> int:
@@ -56,6 +58,8 @@ class Bucket:
     block: int | None
     slots: tuple[Slot, ...]
     length: int
+    compute: torch.dtype
+    """In which dtype it is gathered and its gradient comes."""
 
     @property
     def used(self) -> int:
@@ -104,12 +108,12 @@ def make_layout(leaves: Sequence[LeafSpec], ranks: int, bucket_bytes: int = 25 *
     """
     if ranks < 1 or bucket_bytes < 1:
         raise ValueError(f"make_layout: ranks and bucket_bytes must be at least 1, got {ranks} and {bucket_bytes}")
-    filling: dict[tuple[torch.dtype, Hashable, int | None], list[int]] = {}
-    room: dict[tuple[torch.dtype, Hashable, int | None], int] = {}
+    filling: dict[tuple[Hashable, ...], list[int]] = {}
+    room: dict[tuple[Hashable, ...], int] = {}
     groups: list[list[int]] = []
     for index in reversed(range(len(leaves))):
         leaf = leaves[index]
-        kind = (leaf.dtype, leaf.label, leaf.block)
+        kind = (leaf.dtype, leaf.compute or leaf.dtype, leaf.label, leaf.block)
         size = _round_up(leaf.numel, ALIGN) * leaf.dtype.itemsize
         if kind not in filling or size > room[kind]:
             cap = bucket_bytes if groups else min(FIRST_BYTES, bucket_bytes)
@@ -130,7 +134,8 @@ def _bucket(leaves: Sequence[LeafSpec], group: list[int], ranks: int) -> Bucket:
         end = offset + leaf.numel
     first = leaves[group[0]]
     # a bucket of zero-size leaves still has one element a rank: no collective ever sees an empty message
-    return Bucket(first.dtype, first.label, first.block, tuple(slots), _round_up(max(end, 1), ranks))
+    length = _round_up(max(end, 1), ranks)
+    return Bucket(first.dtype, first.label, first.block, tuple(slots), length, first.compute or first.dtype)
 
 
 def pack(bucket: Bucket, leaves: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,9 @@ class ModuleLoss:
     parameters inside them that are reachable from elsewhere too and therefore count as outside.
     """
 
+    casts_inputs = True
+    """An engine with a compute dtype of its own casts floating inputs to it."""
+
     def __init__(self, module: nn.Module, criterion: Callable[..., Any], blocks: Iterable[str]) -> None:
         self._skeleton = _skeleton(module)
         self._criterion = criterion

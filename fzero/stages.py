@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from fzero.batch import cast_inputs
 from fzero.binding import Binding, sharded_entry
 from fzero.comm import anchor, gather, new_token, scatter, share_buffers, sum_over_ranks
 from fzero.grad import value_and_grad
+from fzero.precision import Precision
 from fzero.returned import read
 from fzero.rule import Optimizer, wide
 from fzero.state import Parts
@@ -79,6 +81,7 @@ class Program:
     donate: bool
     buffer_outline: Outline
     turns: Turns
+    precision: Precision
 
     # --- forward and backward --------------------------------------------------------------------------------------
 
@@ -86,15 +89,35 @@ class Program:
         """Gather what the whole step needs. Buckets that stay as they are stand there as they are."""
         fulls = []
         for bucket, shard in zip(self.binding.layout.buckets, shards, strict=True):
-            stays = self.stage == 0 or self.binding.is_sharded(bucket, self.stage)
-            fulls.append(shard if stays else gather(shard, new_token(shard), self.binding.axis)[0])
+            if self.binding.is_sharded(bucket, self.stage):
+                fulls.append(shard)
+                continue
+            cast = shard.to(bucket.compute)
+            fulls.append(cast if self.stage == 0 else gather(cast, new_token(cast), self.binding.axis)[0])
         return fulls
+
+    def variables(self, shards: Sequence[Tensor], fulls: Sequence[Tensor]) -> list[Tensor]:
+        """Return what is differentiated for: buckets as computed with, or in stages 2 and 3 shards as reduced."""
+        if self.stage < 2:
+            return list(fulls)
+        buckets = self.binding.layout.buckets
+        return [shard.to(self.precision.reduced(bucket.compute)) for bucket, shard in zip(buckets, shards, strict=True)]
+
+    def no_sums(self, shards: Sequence[Tensor], fulls: Sequence[Tensor]) -> list[Tensor]:
+        """Return zeros to which the gradients of micro-batches are added, in the dtype of the reduction."""
+        buckets = self.binding.layout.buckets
+        return [
+            torch.zeros_like(variable, dtype=self.precision.reduced(bucket.compute))
+            for bucket, variable in zip(buckets, shards if self.stage >= 2 else fulls, strict=True)
+        ]
 
     def objective(
         self, variables: Sequence[Tensor], shards: Sequence[Tensor], fulls: Sequence[Tensor], given: Given
     ) -> tuple[Tensor, Totals]:
         """Return this rank's loss as a function of the variables: buckets in stages 0 and 1, shards in 2 and 3."""
         fixed, buffers, batch, sums, turn = given
+        if self.precision.compute is not None and getattr(self.loss_fn, "casts_inputs", False):
+            batch = cast_inputs(batch, self.precision.compute)
         binding = self.binding
         gathered: dict[int, Tensor] = {}
         proxies: dict[int, Tensor] = {}
@@ -105,7 +128,7 @@ class Program:
                 gathered[number] = variable
                 continue
             into = None if sums is None else sums[number]
-            proxies[number], token = anchor(variable, token, binding.axis, into)  # type: ignore[arg-type]
+            proxies[number], token = anchor(variable, token, binding.axis, into, bucket.compute)  # type: ignore[arg-type]
             if not binding.is_sharded(bucket, self.stage):
                 gathered[number] = fulls[number]
             elif turn is not None and proxies[number].grad_fn is not None:
@@ -169,7 +192,7 @@ class Program:
 
         With `sums` they are added there in place, and zeros are returned.
         """
-        variables = parts.shards if self.stage >= 2 else fulls
+        variables = self.variables(parts.shards, fulls)
         # the loss function may write into its buffers; the state's own stay as they are until the step is accepted
         own = optree.tree_map(lambda buffer: buffer.clone(), buffers)
         given = Given(parts.fixed, own, batch, sums, self.new_pass(parts.shards))
@@ -189,9 +212,10 @@ class Program:
         """Return the sum over ranks of this rank's shard of every gradient; the last bucket's first."""
         if self.stage >= 2:
             return list(gradients)
-        reduced = [
-            scatter(gradient, new_token(gradient), self.binding.axis)[0] for gradient in reversed(list(gradients))
-        ]
+        reduced = []
+        for bucket, gradient in reversed(list(zip(self.binding.layout.buckets, gradients, strict=True))):
+            dtype = self.precision.reduced(bucket.compute)
+            reduced.append(scatter(gradient, new_token(gradient), self.binding.axis, dtype)[0])
         return reduced[::-1]
 
     def finish(self, parts: Parts, gradients: Sequence[Tensor], totals: Totals) -> tuple[Any, ...]:
@@ -204,7 +228,7 @@ class Program:
         moments: list[list[Tensor]] = [[] for _ in self.opt_like]
         shared = list(parts.opt_leaves)
         for number, gradient in enumerate(reduced):
-            mean = divided(gradient, count, clip)
+            mean = divided(gradient, count, clip).to(parts.shards[number].dtype)
             if self.stage == 0:
                 mean = gather(mean, new_token(mean), self.binding.axis)[0]
             shard, leaves = self.update(number, mean, parts)
@@ -296,7 +320,7 @@ class Program:
         """Return the mean loss over ranks and this rank's aux, without a gradient."""
         with torch.no_grad():
             fulls = self.head(parts.shards)
-            variables = parts.shards if self.stage >= 2 else fulls
+            variables = self.variables(parts.shards, fulls)
             own = optree.tree_map(lambda buffer: buffer.clone(), parts.buffers)
             given = Given(parts.fixed, own, batch, turn=self.new_pass(parts.shards))
             _, totals = self.objective(variables, parts.shards, fulls, given)

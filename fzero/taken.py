@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fzero.layout import LeafSpec
 from fzero.module import default_blocks, shared_parameters
+from fzero.precision import Precision, check_precision
 from fzero.rule import Optimizer
 
 POLICIES = ("none", "rank0", "mean")
@@ -21,6 +22,7 @@ class Settings(NamedTuple):
     bucket_bytes: int
     clip_norm: float | None
     buffer_policy: str
+    precision: Precision
 
 
 class Taken(NamedTuple):
@@ -33,6 +35,8 @@ class Taken(NamedTuple):
     specs: tuple[LeafSpec, ...]
     """Of the trained parameters, for the layout."""
     frozen: OrderedDict[str, nn.Parameter]
+    dtypes: dict[str, torch.dtype]
+    """In which every parameter was given."""
     buffer_names: tuple[str, ...]
     units: tuple[tuple[str, nn.Module], ...]
     structure: str
@@ -64,7 +68,13 @@ def take(module: Any, opt: Any, units: Any, settings: Settings) -> Taken:
     shared = shared_parameters(module, tuple(names))
     labels = opt.labels(OrderedDict((name, parameter.detach()) for name, parameter in params.items()))
     specs = {
-        name: LeafSpec(tuple(parameter.shape), parameter.dtype, labels[name], _home(name, parameter, names, shared))
+        name: LeafSpec(
+            tuple(parameter.shape),
+            settings.precision.stored(parameter.dtype),
+            labels[name],
+            _home(name, parameter, names, shared),
+            settings.precision.computed(parameter.dtype),
+        )
         for name, parameter in params.items()
         if parameter.requires_grad
     }
@@ -80,6 +90,7 @@ def take(module: Any, opt: Any, units: Any, settings: Settings) -> Taken:
         tuple(params[name] for name in specs),
         tuple(specs.values()),
         OrderedDict((name, parameter) for name, parameter in params.items() if name not in specs),
+        {name: parameter.dtype for name, parameter in params.items()},
         tuple(buffers),
         tuple((name, module.get_submodule(name)) for name in names),
         f"parameters {leaves}; buffers {kinds}",
@@ -87,7 +98,8 @@ def take(module: Any, opt: Any, units: Any, settings: Settings) -> Taken:
 
 
 def _check_settings(settings: Settings) -> None:
-    stage, cap, clip, policy = settings
+    stage, cap, clip, policy, precision = settings
+    check_precision(precision)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"stage: must be 0, 1, 2 or 3, got {stage!r}")
     if clip is not None and not 0 < clip < float("inf"):

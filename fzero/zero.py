@@ -17,6 +17,7 @@ from fzero.comm import gather, new_token
 from fzero.given import Inspected, block_names, inspect
 from fzero.initial import first_state
 from fzero.overlap import compile_options
+from fzero.precision import Precision, check_precision
 from fzero.rule import Optimizer
 from fzero.stages import Program, Totals, divided, loss_dtype
 from fzero.state import Metrics, Parts, State, to_parts, to_state
@@ -48,6 +49,8 @@ class Zero:
     blocks
         Path prefixes of what stage 3 gathers as one (plain paths such as ``"layers.0"`` or tuples of keys); a `loss_fn`
         from `fzero.from_module` brings its own.
+    precision
+        In which dtypes parameters are stored, computed with and reduced, `fzero.Precision.bf16` for one.
     clip_norm
         Largest global L2 norm of the mean gradient; it is scaled by min(1, clip_norm / (norm + 1e-6)).
     accumulate
@@ -87,6 +90,7 @@ class Zero:
         *,
         mesh: DeviceMesh | None = None,
         blocks: Sequence[Any] | None = None,
+        precision: Precision = Precision(),  # noqa: B008  (frozen)
         clip_norm: float | None = None,
         accumulate: int = 1,
         bucket_bytes: int = 25 * 2**20,
@@ -112,6 +116,7 @@ class Zero:
         self._shared = frozenset(getattr(loss_fn, "shared", ()))
         self._loss_fn, self._opt, self._stage = loss_fn, opt, stage
         self._clip_norm, self._accumulate, self._bucket_bytes = clip_norm, accumulate, bucket_bytes
+        self._precision = check_precision(precision)
         self._buffer_policy, self._compile, self._has_aux, self._donate = buffer_policy, compile, has_aux, donate
         self._axis = axis_of(mesh)
         self._bound: tuple[str, str | None, Program] | None = None
@@ -150,7 +155,7 @@ class Zero:
                 f"{inspected.digest()}; buffers {structure(buffers)} {kinds}; "
                 f"stage, clip_norm, accumulate, bucket_bytes, buffer_policy {settings}; "
                 f"optimizer {self._describe_optimizer(inspected)}; "
-                f"compile {self._compile}, has_aux {self._has_aux}, donate {self._donate}"
+                f"{self._precision}; compile {self._compile}, has_aux {self._has_aux}, donate {self._donate}"
             )
 
         inspected, digest, notes = agree(
@@ -163,7 +168,7 @@ class Zero:
             if not note["meta"] and tuple(note["ties"]) != ties:
                 raise ValueError(f"params: rank {rank} ties leaves {note['ties']}, rank 0 {notes[0]['ties']}")
         if self._bound is None:
-            binding = bind(inspected, ties, self._axis, outline(params), self._bucket_bytes)
+            binding = bind(inspected, ties, self._axis, outline(params), self._bucket_bytes, self._precision)
             self._bound = (digest, None, self._program(binding, buffers))
         elif self._bound[0] != digest or self._bound[2].binding.ties != ties:
             raise ValueError(
@@ -202,6 +207,7 @@ class Zero:
             donate=self._donate,
             buffer_outline=outline(buffers),
             turns=Turns([block.name for block in binding.blocks], self._axis),
+            precision=self._precision,
         )
 
     # --- step ------------------------------------------------------------------------------------------------------
@@ -241,7 +247,7 @@ class Zero:
     ) -> tuple[list[Tensor], Totals, list[Tree]]:
         """Run all micro-batches; gather once at the head, sum their gradients and totals."""
         fulls = program.head(parts.shards)
-        sums = [torch.zeros_like(leaf) for leaf in (parts.shards if self._stage >= 2 else fulls)]
+        sums = program.no_sums(parts.shards, fulls)
         # tensors of their own from the start: an input that is another one in disguise would compile once more
         zero, none, sample = torch.zeros(3, dtype=torch.float64, device=parts.step.device).unbind()
         totals = Totals(zero.clone(), none.clone(), optree.tree_map(Tensor.clone, parts.buffers), None, sample)

@@ -164,9 +164,9 @@ def count_sends(rank: int, world: int, mode: str) -> dict[int, Any]:  # noqa: AR
     for stage in STAGES:
         sends: list[int] = []
 
-        def start(full: Tensor, axis: Any, sends: list[int] = sends) -> Tensor:
+        def start(full: Tensor, axis: Any, dtype: Any = None, sends: list[int] = sends) -> Tensor:
             sends.append(full.numel())
-            return comm.start_scatter(full, axis)
+            return comm.start_scatter(full, axis, dtype)
 
         hooks.start_scatter = start  # type: ignore[attr-defined]
         run = list(hooked(twice(mode), stage, rank, 3, {}))

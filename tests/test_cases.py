@@ -31,7 +31,7 @@ from trees import (
 import fzero
 
 STAGES = (0, 1, 2, 3)
-F64 = torch.float64
+F32, F64 = torch.float32, torch.float64
 RATE = 0.01
 
 Loss = Callable[[Any, Any], Any]
@@ -255,11 +255,12 @@ def mixed_loss(params: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def mixed_job(rank: int, world: int) -> dict[Any, dict[str, dict[str, Tensor]]]:
+def mixed_job(rank: int, world: int, precision: fzero.Precision) -> dict[Any, dict[str, dict[str, Tensor]]]:
     results = {}
     for order in ("abcd", "dcba"):
         for stage in STAGES:
-            engine = fzero.Zero(mixed_loss, fzero.adamw(RATE, **ADAMW), stage, blocks=("net",) if stage == 3 else None)
+            blocks = ("net",) if stage == 3 else None
+            engine = fzero.Zero(mixed_loss, fzero.adamw(RATE, **ADAMW), stage, blocks=blocks, precision=precision)
             state = engine.init(mixed(order))
             for step in range(3):
                 # sums over ranks are multiples of the world, so that no dtype rounds their mean
@@ -273,19 +274,25 @@ def mixed_job(rank: int, world: int) -> dict[Any, dict[str, dict[str, Tensor]]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3])
-def test_b04_several_dtypes_in_one_tree(world: int) -> None:
-    """Each leaf keeps its dtype and equals AdamW on that leaf alone, to the bit, whatever the order of leaves."""
+@pytest.mark.parametrize("masters", [True, False])
+def test_b04_several_dtypes_in_one_tree(world: int, masters: bool) -> None:
+    """Each leaf keeps its dtype and equals AdamW on that leaf alone, to the bit, whatever the order of leaves.
+
+    With float32 masters (the default), it equals AdamW in float32, and the parameter is that, rounded.
+    """
     right: dict[str, dict[str, Tensor]] = {"params": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for name, leaf in mixed("abcd")["net"].items():
-        alone = leaf.clone().requires_grad_()
+        dtype = torch.promote_types(leaf.dtype, F32) if masters else leaf.dtype
+        alone = leaf.to(dtype, copy=True).requires_grad_()
         optimizer = torch.optim.AdamW([alone], lr=RATE, foreach=False, fused=False, **ADAMW)
         for step in range(3):
-            alone.grad = torch.full_like(leaf, 1 + step)
+            alone.grad = torch.full_like(alone, 1 + step)
             optimizer.step()
-        right["params"][name] = alone.detach()
+        right["params"][name] = alone.detach().to(leaf.dtype)
         right["exp_avg"][name] = optimizer.state[alone]["exp_avg"]
         right["exp_avg_sq"][name] = optimizer.state[alone]["exp_avg_sq"]
-    for result in ranks.run(mixed_job, world):
+    precision = fzero.Precision() if masters else fzero.Precision(param=None, reduce=None)
+    for result in ranks.run(mixed_job, world, precision):
         for key, trees in result.items():
             for kind, leaves in right.items():
                 assert not differing(trees[kind], leaves), f"{key}: {kind}"

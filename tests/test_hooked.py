@@ -203,9 +203,9 @@ def trace(rank: int, world: int, stage: int) -> dict[str, Any]:  # noqa: ARG001
     events, alive, loose = [], [], []
     original = comm.start_scatter
 
-    def start(full: Tensor, axis: Any) -> Tensor:
+    def start(full: Tensor, axis: Any, dtype: Any = None) -> Tensor:
         events.append("send")
-        return original(full, axis)
+        return original(full, axis, dtype)
 
     def landed(_: Tensor) -> None:
         collector = engine._collector
@@ -482,7 +482,7 @@ def at_rest(rank: int, world: int) -> list[int]:  # noqa: ARG001
     held = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for flat, state in zip(engine._flats, engine._opt_states, strict=True)
-        for tensor in (flat.full, flat.shard, *state[1:])
+        for tensor in (flat.full, flat.owned, *state[1:])
     }
     assert all(parameter.numel() == 0 for parameter in module.parameters())
     return [sum(held.values()) - 6 * size * 3 // world, most - size]
@@ -734,5 +734,5 @@ def test_the_interface_is_frozen() -> None:
     names = [name for name in vars(fzero.HookedZero) if not name.startswith("_")]
     assert names == ["backward", "no_sync", "step", "params", "buffers", "opt_state", "grads"]
     assert list(inspect.signature(fzero.HookedZero).parameters) == [
-        *("module", "opt", "stage", "mesh", "units", "bucket_bytes", "clip_norm", "buffer_policy")
+        *("module", "opt", "stage", "mesh", "units", "bucket_bytes", "clip_norm", "buffer_policy", "precision")
     ]

@@ -180,7 +180,11 @@ def test_evaluate_with_a_module_in_eval_mode_changes_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_count_that_16_bit_floats_cannot_hold_divides_exactly(dtype: torch.dtype) -> None:
     count = 100_003  # above 65504, and no multiple of a power of two
-    engine = fzero.Zero(lambda params, x: fzero.Mean((params["w"] * x).sum(), torch.tensor(count)), fzero.sgd(1.0))
+    engine = fzero.Zero(
+        lambda params, x: fzero.Mean((params["w"] * x).sum(), torch.tensor(count)),
+        fzero.sgd(1.0),
+        precision=fzero.Precision(param=dtype, reduce=dtype),
+    )
     state = engine.init({"w": torch.zeros(2, dtype=dtype)})
     gradient, _ = engine.grads(state, torch.tensor([[300.0, -500.0]], dtype=dtype))
     expected = (torch.tensor([300.0, -500.0]) / count).to(dtype)
