@@ -26,6 +26,11 @@ class Buffers:
         """Return the buffers themselves; looked up each time, since forward may put others there."""
         return OrderedDict((name, self._module.get_buffer(name).detach()) for name in self._names)
 
+    def restore(self) -> None:
+        """Put back what was kept: nothing since the last step counts."""
+        for kept, buffer in zip(self._kept, self.now().values(), strict=True):
+            buffer.copy_(kept)
+
     def update(self, skipped: Tensor) -> None:
         """End a step. Communicates the floating buffers once (broadcast, or all-gather for the mean)."""
         now = list(self.now().values())

@@ -64,8 +64,9 @@ class HookedZero:
         A 1-D `DeviceMesh` over all ranks, or None for the default process group, or none at all for a world of one.
     units
         Submodules that stage 3 gathers as one, in the order in which forward calls them; what such a submodule computes
-        leaves it as its return value. Default: the entries of the `nn.ModuleList` or `nn.Sequential` with the most
-        parameters. Parameters that are reachable from elsewhere too count as outside.
+        leaves it as its return value, and a gradient taken inside forward must not reach it. Default: the entries of
+        the `nn.ModuleList` or `nn.Sequential` with the most parameters. Parameters that are reachable from elsewhere
+        too count as outside.
     bucket_bytes
         Cap of a bucket, in bytes.
     clip_norm
@@ -170,6 +171,10 @@ class HookedZero:
                 return self.module(*args, **kwargs)
             with self._units.forward():
                 return self.module(*args, **kwargs)
+        except BaseException:
+            if self._kind is None:  # else earlier micro-batches of the step still count, with what they did to buffers
+                self._buffers.restore()
+            raise
         finally:
             self._calls.counting = False
 
@@ -188,7 +193,7 @@ class HookedZero:
             If the loss is not a 0-d floating tensor (or a `Mean` of one) with a graph that reaches a parameter.
         RuntimeError
             If a backward pass inside this one gives a parameter a gradient after its bucket was sent. After any error
-            what was accumulated is dropped.
+            what was accumulated since the last step is dropped, buffers included.
         """
         total, count = read_loss(loss, self._kind)
         self._collector.begin(syncs=self._syncs, held=self._calls.repeated)
@@ -204,6 +209,7 @@ class HookedZero:
             self._collector.end()
         except BaseException:
             self._begin_step()
+            self._buffers.restore()
             raise
         finally:
             self._in_backward, self._fresh = False, True

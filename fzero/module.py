@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fzero.block import SLOT, Sharded, block
-from fzero.called import call_module
+from fzero.called import call_module, call_on_copies, write_back
 
 AGAIN = (
     "from_module: part of the module ran again, in backward, when its parameters had left it; "
@@ -102,9 +103,9 @@ def _make_unit(unit: nn.Module, shared: set[nn.Parameter]) -> None:
     shared_names = [name for name, parameter in unit.named_parameters() if parameter in shared]
 
     def run(sharded: dict[str, Tensor], others: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-        buffers = {name: others[name].clone() for name in buffer_names}
+        buffers = {name: others[name] for name in buffer_names}
         constants = {name: others[name] for name in shared_names}
-        return call_module(inner, {**constants, **sharded}, buffers, args, kwargs)
+        return call_on_copies(inner, {**constants, **sharded}, buffers, args, kwargs)
 
     gathered = block(run)
 
@@ -114,9 +115,9 @@ def _make_unit(unit: nn.Module, shared: set[nn.Parameter]) -> None:
         others = {name: _current(self, name) for name in shared_names}
         # copies: the recomputation in backward must see the buffers as they were
         others.update({name: _current(self, name).clone() for name in buffer_names})
-        output, buffers = gathered(getattr(self, SLOT), others, args, kwargs)
+        output, seen, rest = gathered(getattr(self, SLOT), others, args, kwargs)
         for name in buffer_names:
-            _current(self, name).copy_(buffers[name])
+            write_back(_current(self, name), (seen if name in seen else rest)[name], seen=name in seen)
         return output
 
     for name, parameter in list(unit.named_parameters(remove_duplicate=False)):
@@ -145,7 +146,7 @@ def default_blocks(module: nn.Module) -> list[str]:
     best: list[str] = []
     most = 0
     for name, child in module.named_modules():
-        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and not isinstance(child, ParametrizationList):
             count = sum(parameter.numel() for parameter in child.parameters())
             if count > most:
                 most = count

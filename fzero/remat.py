@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fzero.called import call_module
+from fzero.called import call_on_copies, write_back
 from fzero.parked import decode, outline_constants, park_function_that_captures_no_tensor, run_parked, token_count
 from fzero.recompute import Recomputed, prepared, refuse_captured
 
@@ -50,6 +50,12 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
         """Call the function on trees of tensors."""
         if isinstance(self.fn, nn.Module):
             return cast("R", _recompute_module(self.fn, args, kwargs))
+        if (
+            isinstance(self.fn, MethodType)
+            and isinstance(self.fn.__self__, nn.Module)
+            and _is_borrowed(self.fn.__self__)
+        ):
+            return cast("R", _recompute_module(_Method(self.fn), args, kwargs))
         return self.recompute(*args, **kwargs)
 
     def recompute(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -80,6 +86,17 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
         return cast("R", parked.rebuild(outputs))
 
 
+class _Method(nn.Module):
+    """A module's method as a module."""
+
+    def __init__(self, method: Any) -> None:
+        super().__init__()
+        self.owner, self.function = method.__self__, method.__func__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.owner, *args, **kwargs)
+
+
 def _is_borrowed(module: nn.Module) -> bool:
     """Return whether a module's parameters may be gone, or others, when it runs again in backward."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
@@ -94,11 +111,11 @@ def _recompute_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
     run: Any = remat(_run_module, owner=module)
     # copies: the recomputation must see the buffers as they were
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
-    output, new = run.recompute(params, copies, args, kwargs)
+    output, seen, rest = run.recompute(params, copies, args, kwargs)
     for name, buffer in buffers.items():
-        buffer.copy_(new[name])
+        write_back(buffer, (seen if name in seen else rest)[name], seen=name in seen)
     return output
 
 
 def _run_module(module: nn.Module, params: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
-    return call_module(module, params, {name: buffer.clone() for name, buffer in buffers.items()}, args, kwargs)
+    return call_on_copies(module, params, buffers, args, kwargs)

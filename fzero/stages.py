@@ -35,8 +35,9 @@ from fzero.tree import Outline, Tree, build
 from fzero.turns import Pass, Turns
 
 RECOMPUTED_OTHERWISE = (
-    "loss_fn: a part of it computed something else when it ran again in backward. If it is torch.utils.checkpoint "
-    "inside a module's forward, whose parameters are not there any more, use fzero.remat instead"
+    "loss_fn: a part of it computed something else when it ran again in backward. Inside a module's forward, whose "
+    "parameters are not there any more then, use fzero.remat(self.layer)(x), not torch.utils.checkpoint nor a function "
+    "that captures self"
 )
 
 
@@ -147,12 +148,19 @@ class Program:
     def scatter_order(self, turn: Pass | None) -> Sequence[int]:
         """Return the buckets in reverse of the order in which their gradients are scattered.
 
-        In eager stage 3 those outside blocks are scattered last: what does not lie in a block may be used anywhere, or
-        on some ranks only, and a scatter must not come before a gather on one rank and after it on another.
+        In eager stage 3 the blocks' are scattered in the order in which backward gathers them, and those outside
+        blocks last: what does not lie in a block may be used anywhere, or on some ranks only. A scatter must not come
+        before a gather on one rank and after it on another.
         """
         buckets = self.binding.layout.buckets
-        numbers = range(len(buckets))
-        return numbers if turn is None else sorted(numbers, key=lambda number: buckets[number].block is not None)
+        if turn is None:
+            return range(len(buckets))
+
+        def place(number: int) -> tuple[bool, int]:
+            block = buckets[number].block
+            return (False, 0) if block is None else (True, -self.turns.last_in_backward(block))
+
+        return sorted(range(len(buckets)), key=place)
 
     def new_pass(self, shards: Sequence[Tensor]) -> Pass | None:
         """Return what says when blocks are gathered; compiled, the graph's own order does."""
@@ -200,8 +208,10 @@ class Program:
             gradients, _, aux = value_and_grad(
                 lambda free: self.objective(free, parts.shards, fulls, given), list(variables)
             )
-        except CheckpointError as error:
-            raise RuntimeError(RECOMPUTED_OTHERWISE) from error
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError) or "device meta" in str(error):
+                raise RuntimeError(RECOMPUTED_OTHERWISE) from error
+            raise
         if given.turn is not None:
             given.turn.end()
         return gradients, aux

@@ -15,8 +15,8 @@ class Turns:
     """The order in which blocks are gathered, in forward and in backward.
 
     It starts as the order in which the blocks were given, and its reverse. After the first pass the ranks compare
-    through the store what they did; if all did the same, with every block, that is the order from then on, so that
-    blocks which a loss function calls in another order cost nothing.
+    through the store what they did; if all did the same, with every block, that is the order from then on: blocks
+    which a loss function calls in another order then cost nothing, and may be skipped.
     """
 
     def __init__(self, names: Sequence[str], axis: Axis) -> None:
@@ -24,6 +24,10 @@ class Turns:
         self.forward = tuple(range(len(self.names)))
         self.backward = tuple(reversed(self.forward))
         self._settled = False
+
+    def last_in_backward(self, number: int) -> int:
+        """Return the place of a block's last gather in backward, after which its gradient is scattered."""
+        return len(self.backward) - 1 - self.backward[::-1].index(number)
 
     def settle(self, forward: list[int], backward: list[int]) -> None:
         """Take what the first pass did for the order, if all ranks did the same. Communicates through the store."""
@@ -62,6 +66,7 @@ class Pass:
         self._turns, self._fetch = turns, fetch
         self._plan, self._next = turns.forward, 0
         self._done: tuple[list[int], list[int]] = ([], [])
+        self._gathers = 0
         self._last: tuple[int, list[Tensor]] | None = None
         self._backward = False
 
@@ -75,9 +80,10 @@ class Pass:
             self._pass_over(at)
             self._next = at + 1
         else:
-            where = f"block {self._turns.names[number]!r} after {self._done}"
+            where = f"block {self._turns.names[number]!r} after {self._gathers} gathers of blocks"
             agree(self._turns.axis, OUT_OF_TURN, lambda: None, lambda _: where)
         self._done[self._backward].append(number)
+        self._gathers += 1
         self._last = (number, self._fetch(number))
         return self._last[1]
 
@@ -89,8 +95,7 @@ class Pass:
 
     def catch_up(self, number: int) -> None:
         """Do, before the gradient of a block is scattered, all gathers that other ranks may have done before it."""
-        turns = [at + 1 for at, other in enumerate(self._plan) if other == number]
-        self._pass_over(max(turns))
+        self._pass_over(self._turns.last_in_backward(number) + 1)
         if self._last is not None and self._last[0] == number:
             self._last = None
 
@@ -104,4 +109,5 @@ class Pass:
         while self._next < until:
             number: Any = self._plan[self._next]
             self._next += 1
+            self._gathers += 1
             self._fetch(number)

@@ -225,6 +225,39 @@ def test_b11_recomputed_modules_give_the_bits_of_kept_ones() -> None:
     assert ranks.run(train_remats, 2) == [[], []]
 
 
+class Tables(nn.Module):
+    """Layers with a buffer that they read, also read outside them, recomputed as modules and as methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Buffer(torch.linspace(0.5, 1.5, 5, dtype=torch.float64))
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        for layer in self.layers:
+            layer.table = self.table
+        self.last = nn.Linear(5, 3)
+
+    def tail(self, x: Tensor) -> Tensor:
+        return self.last(x * self.table)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(fzero.remat(layer)(x) * self.table)
+        return fzero.remat(self.tail)(x)
+
+
+def tables() -> Kind:
+    def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+        seed = 100 * rank + step
+        return numbers(4, 5, seed=seed), numbers(4, 3, seed=seed + 50)
+
+    return Kind(lambda: Tables().double(), F.mse_loss, batch, lambda module: list(module.layers))
+
+
+def test_b11_buffers_that_are_only_read_may_be_shared() -> None:
+    """Writing them back must not look like a change to autograd."""
+    check(tables, 2)
+
+
 def test_b11_checkpointing_by_torch_says_what_to_use_under_the_functional_engine() -> None:
     for mode in ("reentrant", "not reentrant"):
         for stage in (2, 3):
@@ -359,6 +392,23 @@ def gathers_a_step(rank: int, world: int) -> list[int]:  # noqa: ARG001
         found.append(0)
         state, _ = engine.step(state, kind.batch(rank, step))
     return found
+
+
+def skip_later(rank: int, world: int) -> list[str]:  # noqa: ARG001
+    """All ranks call blocks in an order of their own; from the second step on each leaves out another one."""
+    orders = ([2, 0, 3, 1], [0, 3, 1], [2, 0, 1])
+
+    def batch(rank: int, step: int) -> Any:
+        order = torch.tensor([orders[0] if step == 0 else orders[(step + rank) % 3]])
+        return (numbers(4, 5, seed=100 * rank + step), order.expand(4, -1)), numbers(4, 3, seed=rank + 50)
+
+    kind = Kind(lambda: Backwards().double(), F.mse_loss, batch)
+    theirs = list(ENGINES["functional"](kind, 2, rank, 5, {"bucket_bytes": 1}))
+    return unequal(ENGINES["functional"](kind, 3, rank, 5, {"bucket_bytes": 1}), iter(theirs), "stage 3")
+
+
+def test_b13_blocks_may_be_skipped_in_the_order_of_the_first_step() -> None:
+    assert ranks.run(skip_later, 2) == [[], []]
 
 
 def test_b13_an_order_of_its_own_costs_gathers_once() -> None:

@@ -9,7 +9,7 @@ import optree
 import pytest
 import ranks
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trees import differing, named, numbers, storages
 
 import fzero
@@ -256,3 +256,30 @@ def on_rank_1(rank: int) -> float:
 def test_b18_an_inf_in_one_shard_only(world: int) -> None:
     for result in ranks.run(first_shard_job, world, on_rank_1):
         assert result == [True] * 4
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_recurrent_modules_keep_nothing_of_a_step(stage: int) -> None:
+    """They hold a list of their weights beside the parameters, which would keep the gathered ones alive."""
+    module = nn.Sequential(nn.LSTM(3, 4), nn.LSTM(4, 4))
+
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return (output[0] - target).square().mean()
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = module
+
+        def forward(self, x: Tensor) -> Any:
+            return self.parts[1](self.parts[0](x)[0])
+
+    loss_fn, params, _ = fzero.from_module(First(), loss)
+    engine = fzero.Zero(loss_fn, fzero.sgd(0.1), stage)
+    engine.step(engine.init(params), (torch.ones(2, 5, 3), torch.ones(2, 5, 4)))
+    kept: list[Tensor] = []
+    for skeleton in (loss_fn._skeleton, loss_fn._units):
+        for child in skeleton.modules():
+            kept += getattr(child, "_flat_weights", [])
+    assert len(kept) >= 8
+    assert all(not isinstance(weight, Tensor) or weight.is_meta for weight in kept)
