@@ -96,15 +96,19 @@ def accept(session: nox.Session) -> None:
     """Run every example at its full length (minutes each), or those named: ``nox -s accept -- train_gpt``."""
     plots = session.cache_dir.absolute() / "accept"
     plots.mkdir(exist_ok=True)
+    # small: that the default peers agree is accepted here, times are measured on request
+    small = ("--layers", "2", "--width", "64", "--context", "64", "--steps", "2", "--rounds", "2")
     # arguments of each run, with the result that an example's docstring promises where it asserts less by itself
     resnet = ("--data", "digits", "--stage", "2", "--at-least", "0.95", "--engine")
     runs: dict[str, list[tuple[str, ...]]] = {
+        "benchmark": [(*small, "--plot", str(plots / "benchmark.png"))],
         "train_gpt": [("--below", "2.5", "--plot", str(plots / "train_gpt.png"))],
         "train_resnet": [
             (*resnet, kind, "--plot", str(plots / f"train_resnet-{kind}.png")) for kind in ("hooked", "functional")
         ],
     }
-    programs = sorted(program.stem for program in Path("examples").glob("*.py") if program.stem != "launch")
+    shared = {"launch", "peers", "meters"}  # no programs
+    programs = sorted(program.stem for program in Path("examples").glob("*.py") if program.stem not in shared)
     for name in session.posargs or programs:
         for arguments in runs.get(name, [()]):
             session.run(str(interpreter), f"examples/{name}.py", *arguments)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,6 +19,10 @@ TRAIN_RESNET = [str(ROOT / "examples" / "train_resnet.py"), "--data", "digits", 
 FEW_IMAGES = ["--width", "16", "--batch", "32", "--batches", "12", "--epochs", "1", "--rate", "0.003"]
 ENGINES = ("hooked", "functional")
 COMPARE = [str(ROOT / "examples" / "compare_engines.py"), "--device", "cpu"]
+BENCHMARK = [str(ROOT / "examples" / "benchmark.py"), "--device", "cpu"]
+PEERS = ["ddp", "zero-redundancy", "fsdp2", "hooked-2", "zero-2", "zero-2-compiled"]
+FEW_STEPS = ["--layers", "2", "--width", "64", "--context", "32", "--batch", "2", "--warmup", "2"]
+ROUNDS, STEPS = 8, 3  # short rounds: in the quietest one, few of the bytes on loopback are of other programs
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -169,3 +174,44 @@ def test_compare_engines_adds_up() -> None:
     rows = re.findall(r"^(DDP|hooked|functional) +([-0-3]) ", output, re.MULTILINE)
     assert rows == [("DDP", "-"), *((kind, stage) for kind in ENGINES for stage in "0123")]
     assert "the table adds up" in output
+
+
+def test_benchmark_compares_peers_that_do_the_same_work(tmp_path: Path) -> None:
+    report, picture = tmp_path / "report.json", tmp_path / "times.png"
+    rounds = ["--rounds", str(ROUNDS), "--steps", str(STEPS)]
+    files = ["--json", str(report), "--plot", str(picture)]
+    code, output = run([*BENCHMARK, *FEW_STEPS, *rounds, "--only", ",".join(PEERS), "--gbit", "1", *files])
+    assert code == 0, output
+    assert "the losses of all peers agree" in output
+    assert re.search(r"^floor: one process alone [\d.]+ ms, alone-compiled [\d.]+ ms;", output, re.MULTILINE), output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    found = json.loads(report.read_text())
+    assert found["ranks"] == 2
+    peers = found["peers"]
+    assert list(peers) == PEERS
+    for peer in (*peers.values(), *found["floor"].values()):
+        assert len(peer["losses"]) == 1 + 2 + 2 + ROUNDS * STEPS  # the first, warm-up, measured and timed steps
+        assert len(peer["times"]) == ROUNDS * STEPS
+    for peer in peers.values():
+        assert peer["losses"] == pytest.approx(peers["ddp"]["losses"], rel=1e-3)
+        assert peer["ratio"] == peer["median"] / peers["ddp"]["median"]
+    if sys.platform == "linux":
+        least = found["parameter_bytes"]  # 2S(N-1)/N
+        for name in ("zero-2", "zero-2-compiled", "hooked-2"):
+            # a packet's headers, its acknowledgement, and the barriers of a round
+            assert least < peers[name]["least_sent"] < 1.1 * least
+        assert peers["zero-2"]["rest"] < peers["ddp"]["rest"] < peers["ddp"]["peak"]
+
+
+def test_benchmark_refuses_bad_arguments() -> None:
+    for arguments, message in (
+        (["--only", "ddp,zero-4"], "--only: unknown: zero-4; choose from: ddp, ddp-compiled, zero-redundancy, fsdp2,"),
+        (["--ranks", "1"], "one rank has nobody to talk to; use --ranks 2 or more"),
+        (["--gbit", "0"], "--gbit 0.0: must be above 0"),
+        (["--width", "100"], "--width 100: must be a multiple of 32"),
+    ):
+        code, output = run([*BENCHMARK, *arguments], 60)
+        assert code == 2, output
+        assert message in output
+        assert "Traceback" not in output
