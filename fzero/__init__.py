@@ -12,6 +12,7 @@ from fzero.optim import adam as adam
 from fzero.optim import adamw as adamw
 from fzero.optim import lion as lion
 from fzero.optim import sgd as sgd
+from fzero.overlap import Overlap as Overlap
 from fzero.precision import Precision as Precision
 from fzero.rule import Label as Label
 from fzero.rule import Optimizer as Optimizer

@@ -5,6 +5,7 @@ from types import MethodType
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 
 import optree
+import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 from torch import Tensor, nn
 
@@ -140,6 +141,21 @@ def _take_apart(node: Any) -> Any:
     return node
 
 
+def _gathered(node: Any) -> Any:
+    """Gather every `Sharded` in a tree of arguments. Dynamo traces this."""
+    if isinstance(node, Sharded):
+        return node.assemble(*node.tensors)
+    if isinstance(node, Tensor):
+        return node
+    if isinstance(node, dict):
+        return type(node)([(key, _gathered(child)) for key, child in node.items()])
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*[_gathered(child) for child in node])
+    if isinstance(node, (tuple, list)):
+        return type(node)([_gathered(child) for child in node])
+    return node
+
+
 def _is_handle(node: Any) -> bool:
     return type(node) is tuple and len(node) == 5 and isinstance(node[0], str) and node[0] == _MARK
 
@@ -191,8 +207,8 @@ class block(remat[P, R]):  # noqa: N801
 
     Every `fzero.Sharded` among the arguments is all-gathered in forward, and again in backward; its gradient is
     scattered once. All ranks must call the same blocks in the same order: the gathers are collectives. Where nothing is
-    sharded it calls the function and does nothing else. In stage 3 it recomputes the
-    function in backward, as `fzero.remat` does.
+    sharded it calls the function and does nothing else. Compiled it keeps the function's activations; eagerly it
+    recomputes them in backward, as `fzero.remat` does.
 
     >>> double = block(lambda params, x: params["scale"] * x)
     >>> import torch
@@ -204,4 +220,7 @@ class block(remat[P, R]):  # noqa: N801
         """Call the function on trees of tensors and sharded subtrees."""
         if not _has_sharded((args, kwargs)):
             return self.fn(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            # fzero.overlap gathers again in the graph, in front of the first use in backward
+            return self.fn(*_gathered(args), **_gathered(kwargs))
         return super().__call__(*args, **kwargs)

@@ -1,24 +1,273 @@
-"""What `torch.compile` is told, so that inductor keeps the order in which collectives were traced."""
+"""What `torch.compile` is told: where collectives stand in the compiled step, and what may be cached.
 
+Traced as they come, a gather or scatter is followed by its wait, and nothing overlaps. `Schedule` moves the nodes of
+the graph: a wait behind the work that does not need it, the launch of a gather ahead of it. In stage 3 it also gathers
+a block's parameters again in front of their first use in backward, so that they do not live from forward to there.
+Inductor then has to keep that order.
+"""
+
+import hashlib
+import inspect
+import operator
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import fx
 from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 ORDER_KEPT = {
-    # each of these moves waits or packing away from where they were traced, and full gradients then pile up
+    # each of these moves waits or packing away from where they were put, and full gradients then pile up
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "aten_distributed_optimizations.enable_simple_overlap": False,
 }
+CACHEABLE = tuple(f"fzero.comm.{name}" for name in ("_gather", "_scatter", "_anchor", "attach"))
+"""Functions that Dynamo puts into the graph as they are; AOTAutograd would not cache a graph that has one."""
 
 
-def compile_options(stage: int) -> dict[str, Any]:
-    """Return the inductor options of a stage, those that this torch knows.
+@dataclass(frozen=True)
+class Overlap:
+    """Where a compiled step has its collectives. It never changes the numbers, only time and memory.
 
-    In stages 2 and 3 a bucket's gradient must be scattered before the next one is complete. Stages 0 and 1 reduce after
-    backward, where inductor's own reordering needs less memory.
+    Parameters
+    ----------
+    prefetch
+        How many gathers are launched ahead of the one that is needed next; None: all as soon as they can be, in stages
+        0 to 2, and 1 in stage 3, where each keeps a gathered block alive.
+    in_flight
+        How many scatters may be under way while backward goes on; each keeps one full bucket of gradients alive (on
+        gloo two, what is sent and what comes). 0: every scatter is waited for where it is launched.
+
+    Raises
+    ------
+    ValueError
+        If one of them is not an integer of at least 0.
     """
-    if stage < 2:
-        return {}
+
+    prefetch: int | None = None
+    in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("prefetch", self.prefetch), ("in_flight", self.in_flight)):
+            if name == "prefetch" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"overlap: {name} must be an integer of at least 0, got {value!r}")
+
+
+def compile_options(stage: int, overlap: Overlap, outside: int) -> dict[str, Any]:
+    """Return the inductor options of a stage, those that this torch knows; say so once if it cannot overlap.
+
+    `outside` is how many gathers at the head of the graph are not of blocks.
+    """
     known = config.get_config_copy() if hasattr(config, "get_config_copy") else {}
-    return {key: value for key, value in ORDER_KEPT.items() if key in known}
+    options: dict[str, Any] = {key: value for key, value in ORDER_KEPT.items() if key in known and stage > 1}
+    if "unsafe_marked_cacheable_functions" in known:
+        options["unsafe_marked_cacheable_functions"] = dict.fromkeys(CACHEABLE, _source())
+    if "post_grad_custom_post_pass" in known:
+        options["post_grad_custom_post_pass"] = Schedule(stage, overlap, outside)
+    else:
+        warnings.warn(
+            "fzero: this torch has no post_grad_custom_post_pass; compiled steps are right but do not overlap",
+            stacklevel=2,
+        )
+    return options
+
+
+def _source() -> str:
+    """Return a hash of the code that decides what a graph becomes: part of the key of every cache."""
+    from fzero import comm
+
+    text = "".join(inspect.getsource(module) for module in (sys.modules[__name__], comm))
+    return hashlib.sha256(f"{torch.__version__}{text}".encode()).hexdigest()
+
+
+# --- the graph pass --------------------------------------------------------------------------------------------------
+
+_c10d = torch.ops._c10d_functional  # noqa: SLF001
+_GATHER = _c10d.all_gather_into_tensor.default
+_SCATTERS = (_c10d.all_to_all_single.default, _c10d.reduce_scatter_tensor.default)
+_WAIT = _c10d.wait_tensor.default
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.is_view  # noqa: SLF001
+
+
+class Schedule(CustomGraphPass):
+    """Moves collectives and their waits within a graph; see `Overlap`."""
+
+    def __init__(self, stage: int, overlap: Overlap, outside: int) -> None:
+        self.stage, self.overlap, self.outside = stage, overlap, outside
+
+    def uuid(self) -> str:
+        """Return what stands for this pass in inductor's cache key."""
+        return f"fzero {self.stage} {self.overlap} {self.outside} {_source()}"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Move the nodes."""
+        boundary = next(iter(graph.find_nodes(op="call_function", target=torch.ops.fzero.forward_done.default)), None)
+        if boundary is not None:
+            if self.stage == 3:
+                _gather_again(graph, boundary, self.outside)
+            boundary.replace_all_uses_with(boundary.all_input_nodes[0])
+            graph.erase_node(boundary)
+        order = _Order(graph)
+        _place_scatters(order, self.overlap.in_flight)
+        prefetch = self.overlap.prefetch
+        _place_gathers(order, 1 if prefetch is None and self.stage == 3 else prefetch)
+        order.write()
+
+
+class _Order:
+    """The nodes of a graph as a list that can be reordered."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.nodes = list(graph.nodes)
+        self.number()
+
+    def number(self) -> None:
+        self.place = {node: place for place, node in enumerate(self.nodes)}
+
+    def first(self, nodes: Iterable[fx.Node]) -> int:
+        return min((self.place[node] for node in nodes), default=len(self.nodes) - 1)
+
+    def move(self, moved: list[fx.Node], before: fx.Node) -> None:
+        """Put nodes, in their order, in front of another one."""
+        gone = set(moved)
+        kept = [node for node in self.nodes if node not in gone]
+        at = kept.index(before)
+        self.nodes = [*kept[:at], *moved, *kept[at:]]
+        self.number()
+
+    def write(self) -> None:
+        """Give the graph this order."""
+        for before, node in zip(self.nodes, self.nodes[1:], strict=False):
+            before.append(node)
+        self.graph.lint()
+
+
+def _followers(start: fx.Node, follows: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Return a node and what is computed from it alone, by nodes that `follow`, in order."""
+    found = [start]
+    for node in found:
+        found += [
+            user
+            for user in node.users
+            if user not in found and follows(user) and all(source in found for source in user.all_input_nodes)
+        ]
+    return found
+
+
+def _wait_of(collective: fx.Node) -> fx.Node | None:
+    return next((user for user in collective.users if user.target is _WAIT), None)
+
+
+def _place_scatters(order: _Order, in_flight: int) -> None:
+    """Wait for a scatter only before the launch of the one that would be too many, or where its sum is used."""
+    starts = [node for node in order.nodes if node.target in _SCATTERS]
+    for number, start in enumerate(starts):
+        wait = _wait_of(start)
+        if wait is None or in_flight == 0:
+            continue
+        chain = _followers(wait, lambda node: _is_view(node) or _is_sum(node))
+        users = {user for node in chain for user in node.users} - set(chain)
+        limit = starts[number + in_flight] if number + in_flight < len(starts) else None
+        places = [order.first(users)] + ([] if limit is None else [order.first([_packing(limit, order)])])
+        target = order.nodes[min(places)]
+        if order.place[target] > order.place[chain[-1]]:
+            order.move(sorted(chain, key=order.place.__getitem__), target)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target is torch.ops.fzero.sum_pieces.default
+
+
+def _packing(start: fx.Node, order: _Order) -> fx.Node:
+    """Return the first node of those that pack a scatter's bucket: what comes before it must be freed first."""
+    first = start
+    while True:
+        sources = [node for node in first.all_input_nodes if node.op == "call_function"]
+        if len(sources) != 1 or first.target is torch.ops.aten.cat.default:
+            return first
+        if order.place[sources[0]] < order.place[first] - 8 or len(sources[0].users) > 1:
+            return first
+        if not (_is_view(sources[0]) or sources[0].target is torch.ops.aten.cat.default):
+            return first
+        first = sources[0]
+
+
+def _place_gathers(order: _Order, prefetch: int | None) -> None:
+    """Wait for a gather where it is first used; launch it when the one `prefetch` places before it is waited for."""
+    starts = [node for node in order.nodes if node.target is _GATHER]
+    waits = [_wait_of(start) for start in starts]
+    for wait in waits:
+        if wait is None:
+            continue
+        chain = _followers(wait, _is_view)
+        users = {user for node in chain for user in node.users} - set(chain)
+        target = order.nodes[order.first(users)]
+        if order.place[target] > order.place[chain[-1]]:
+            order.move(sorted(chain, key=order.place.__getitem__), target)
+    for number, start in enumerate(starts):
+        ready = max((order.place[node] for node in start.all_input_nodes), default=0) + 1
+        while order.nodes[ready].op == "placeholder":
+            ready += 1
+        earliest = ready
+        if number:  # collectives keep their order
+            earliest = max(earliest, order.place[starts[number - 1]] + 1)
+        ahead = None if prefetch is None or number < prefetch else waits[number - prefetch]
+        if prefetch is not None and ahead is not None:
+            earliest = max(earliest, order.place[ahead])
+        target = order.nodes[earliest]
+        others = [node for node in order.nodes[earliest : order.place[start]] if _is_collective(node)]
+        if others:  # never past another collective than a gather
+            target = order.nodes[order.place[others[-1]] + 1]
+        if order.place[target] < order.place[start]:
+            order.move([start], target)
+
+
+def _is_collective(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target is _WAIT:  # noqa: SLF001
+        return False
+    return target.namespace == "_c10d_functional"
+
+
+def _gather_again(graph: fx.Graph, boundary: fx.Node, outside: int) -> None:
+    """Let backward use a gather of its own: a copy of each gather of forward, in front of its first use there."""
+    nodes = list(graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    gathers = [node for node in nodes if node.target is _GATHER and place[node] < place[boundary]]
+    for start in gathers[outside:]:
+        wait = _wait_of(start)
+        if wait is None:
+            continue
+        family = [start, *_followers(wait, _is_view)]
+        late = [user for node in family for user in node.users if user not in family and place[user] > place[boundary]]
+        late += [node for node in family if place[node] > place[boundary]]
+        if not late:
+            continue
+        with graph.inserting_before(min(late, key=place.__getitem__)):
+            copies = _copied(graph, family)
+        for node in family:
+            for user in list(node.users):
+                if user not in family and user not in copies.values() and place[user] > place[boundary]:
+                    user.replace_input_with(node, copies[node])
+    graph.eliminate_dead_code()
+
+
+def _copied(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
+    return copies

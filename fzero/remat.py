@@ -1,6 +1,7 @@
 """Recompute a function in backward: activation checkpointing in every way of differentiating."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -48,14 +49,12 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function on trees of tensors."""
-        if isinstance(self.fn, nn.Module):
-            return cast("R", _recompute_module(self.fn, args, kwargs))
-        if (
-            isinstance(self.fn, MethodType)
-            and isinstance(self.fn.__self__, nn.Module)
-            and _is_borrowed(self.fn.__self__)
-        ):
-            return cast("R", _recompute_module(_Method(self.fn), args, kwargs))
+        if isinstance(self.fn, nn.Module) and _has_tensors(self.fn):
+            return cast("R", _recompute_module(self.fn, self.prepare, args, kwargs))
+        # Dynamo makes no module of a method: there, pass what it uses as arguments
+        owner = self.fn.__self__ if isinstance(self.fn, MethodType) and not torch.compiler.is_compiling() else None
+        if isinstance(owner, nn.Module) and _has_tensors(owner) and _is_borrowed(owner):
+            return cast("R", _recompute_module(_Method(self.fn), self.prepare, args, kwargs))
         return self.recompute(*args, **kwargs)
 
     def recompute(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -104,11 +103,15 @@ def _is_borrowed(module: nn.Module) -> bool:
     return any(not isinstance(parameter, nn.Parameter) for parameter in module.parameters())
 
 
-def _recompute_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
+
+
+def _recompute_module(module: nn.Module, prepare: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
     """Recompute a module on the parameters and buffers that it has now; what it does to its buffers is done once."""
     params = dict(module.named_parameters()) if _is_borrowed(module) else {}
     buffers = dict(module.named_buffers())
-    run: Any = remat(_run_module, owner=module)
+    run: Any = remat(_run_module, prepare, module)
     # copies: the recomputation must see the buffers as they were
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
     output, seen, rest = run.recompute(params, copies, args, kwargs)

@@ -31,6 +31,7 @@ from fzero.precision import Precision
 from fzero.returned import read
 from fzero.rule import Optimizer, wide
 from fzero.state import Parts
+from fzero.trace import forward_done
 from fzero.tree import Outline, Tree, build
 from fzero.turns import Pass, Turns
 
@@ -143,6 +144,8 @@ class Program:
         total, count, new_buffers, aux = read(result, buffers, has_buffers=self.has_buffers, has_aux=self.has_aux)
         if token is not None:
             total = total + token.sum().to(total.dtype)
+        if torch.compiler.is_compiling():
+            total = forward_done(total)
         return total, Totals(total.detach().to(torch.float64), count, new_buffers, aux, total.detach())
 
     def scatter_order(self, turn: Pass | None) -> Sequence[int]:

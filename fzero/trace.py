@@ -1,4 +1,4 @@
-"""Two ways to keep Dynamo out of a function, typed."""
+"""Two ways to keep Dynamo out of a function, typed; a mark that the compiled graph carries."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -16,3 +16,33 @@ def opaque(function: Function) -> Function:
 def constant(function: Function) -> Function:
     """Call the function with constants while tracing, and take its result for a constant."""
     return cast("Function", torch.compiler.assume_constant_result(function))  # type: ignore[no-untyped-call]
+
+
+@torch.library.custom_op("fzero::forward_done", mutates_args=())
+def _forward_done(loss: torch.Tensor) -> torch.Tensor:
+    return loss.clone()
+
+
+@_forward_done.register_fake
+def _(loss: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(loss)
+
+
+class _Done(torch.autograd.Function):
+    @staticmethod
+    def forward(loss: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", _forward_done(loss))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ARG004
+        return gradient
+
+
+@opaque
+def forward_done(loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss, as an operation that says in the graph: forward ends here, what follows is backward."""
+    return _Done.apply(loss)  # type: ignore[no-any-return]

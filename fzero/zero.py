@@ -16,7 +16,7 @@ from fzero.binding import Binding, bind
 from fzero.comm import gather, new_token
 from fzero.given import Inspected, block_names, inspect
 from fzero.initial import first_state
-from fzero.overlap import compile_options
+from fzero.overlap import Overlap, compile_options
 from fzero.precision import Precision, check_precision
 from fzero.rule import Optimizer
 from fzero.stages import Program, Totals, divided, loss_dtype
@@ -62,6 +62,8 @@ class Zero:
         "mean", or "none" (every rank keeps its own). Others are never averaged.
     compile
         Compile the step with ``torch.compile(fullgraph=True)``.
+    overlap
+        Where the compiled step has its collectives; it never changes the numbers.
     has_aux
         Whether `loss_fn` returns something of its own as its last element.
     donate
@@ -96,6 +98,7 @@ class Zero:
         bucket_bytes: int = 25 * 2**20,
         buffer_policy: str = "rank0",
         compile: bool = False,  # noqa: A002  (the public contract's name)
+        overlap: Overlap = Overlap(),  # noqa: B008  (frozen)
         has_aux: bool = False,
         donate: bool = True,
     ) -> None:
@@ -117,6 +120,9 @@ class Zero:
         self._loss_fn, self._opt, self._stage = loss_fn, opt, stage
         self._clip_norm, self._accumulate, self._bucket_bytes = clip_norm, accumulate, bucket_bytes
         self._precision = check_precision(precision)
+        if not isinstance(overlap, Overlap):
+            raise TypeError(f"overlap: must be a fzero.Overlap, got {overlap!r}")
+        self._overlap = overlap
         self._buffer_policy, self._compile, self._has_aux, self._donate = buffer_policy, compile, has_aux, donate
         self._axis = axis_of(mesh)
         self._bound: tuple[str, str | None, Program] | None = None
@@ -155,7 +161,8 @@ class Zero:
                 f"{inspected.digest()}; buffers {structure(buffers)} {kinds}; "
                 f"stage, clip_norm, accumulate, bucket_bytes, buffer_policy {settings}; "
                 f"optimizer {self._describe_optimizer(inspected)}; "
-                f"{self._precision}; compile {self._compile}, has_aux {self._has_aux}, donate {self._donate}"
+                f"{self._precision}; {self._overlap}; "
+                f"compile {self._compile}, has_aux {self._has_aux}, donate {self._donate}"
             )
 
         inspected, digest, notes = agree(
@@ -266,7 +273,10 @@ class Zero:
         key = (program.loss_fn, name)
         if key in self._compiled:
             return self._compiled[key](*args)
-        options = compile_options(self._stage) or None
+        buckets = program.binding.layout.buckets
+        # a micro-batch is handed what lies outside blocks
+        outside = 0 if name == "micro" else sum(bucket.block is None for bucket in buckets)
+        options = compile_options(self._stage, self._overlap, outside)
         compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options)
         try:
             result = compiled(*args)

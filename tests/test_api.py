@@ -18,6 +18,7 @@ NAMES = {
     "Mean",
     "Metrics",
     "Optimizer",
+    "Overlap",
     "Precision",
     "SGDState",
     "Sharded",
@@ -63,6 +64,7 @@ def test_engine_arguments_and_defaults() -> None:
         f"bucket_bytes={25 * 2**20}",
         "buffer_policy=rank0",
         "compile=False",
+        f"overlap={fzero.Overlap()}",
         "has_aux=False",
         "donate=True",
     ]
