@@ -31,6 +31,8 @@ def call_on_copies(
     kernels update without a word. `write_back` takes both.
     """
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
+    if torch.compiler.is_compiling():
+        return (*call_module(module, params, copies, args, kwargs), {})
     versions = {name: copy._version for name, copy in copies.items()}  # noqa: SLF001
     output, after = call_module(module, params, copies, args, kwargs)
     seen = [
@@ -44,7 +46,7 @@ def call_on_copies(
 
 def write_back(buffer: Tensor, value: Tensor, *, seen: bool) -> None:
     """Give a buffer what a call on a copy left there; `seen` says in which part it was."""
-    if seen or torch.compiler.is_compiling():
+    if seen or torch.compiler.is_compiling():  # (what is recomputed there tells nothing)
         buffer.copy_(value)
     else:
         # what autograd has saved of it counts as unchanged, as if the module had been called on the buffer itself

@@ -26,7 +26,10 @@ ORDER_KEPT = {
     "reorder_for_locality": False,
     "aten_distributed_optimizations.enable_simple_overlap": False,
 }
-CACHEABLE = tuple(f"fzero.comm.{name}" for name in ("_gather", "_scatter", "_anchor", "attach"))
+CACHEABLE = (
+    *(f"fzero.comm.{name}" for name in ("_gather", "_scatter", "_anchor", "attach")),
+    "fzero.trace.forward_done",
+)
 """Functions that Dynamo puts into the graph as they are; AOTAutograd would not cache a graph that has one."""
 
 

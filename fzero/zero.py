@@ -14,6 +14,7 @@ from fzero.axis import axis_of
 from fzero.batch import describe_batch, leading_dim, micro_batches
 from fzero.binding import Binding, bind
 from fzero.comm import gather, new_token
+from fzero.compiling import Queue
 from fzero.given import Inspected, block_names, inspect
 from fzero.initial import first_state
 from fzero.overlap import Overlap, compile_options
@@ -125,6 +126,7 @@ class Zero:
         self._overlap = overlap
         self._buffer_policy, self._compile, self._has_aux, self._donate = buffer_policy, compile, has_aux, donate
         self._axis = axis_of(mesh)
+        self._queue = Queue(self._axis)
         self._bound: tuple[str, str | None, Program] | None = None
         self._batch_agreed = False
         self._expected: Any = None
@@ -272,14 +274,16 @@ class Zero:
             return function(*args)
         key = (program.loss_fn, name)
         if key in self._compiled:
-            return self._compiled[key](*args)
+            with self._queue():
+                return self._compiled[key](*args)
         buckets = program.binding.layout.buckets
         # a micro-batch is handed what lies outside blocks
         outside = 0 if name == "micro" else sum(bucket.block is None for bucket in buckets)
-        options = compile_options(self._stage, self._overlap, outside)
+        options = {**compile_options(self._stage, self._overlap, outside), **self._queue.options()}
         compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options)
         try:
-            result = compiled(*args)
+            with self._queue():
+                result = compiled(*args)
         except Exception:
             # Dynamo buries what loss_fn raises; called without it, loss_fn raises the same in the open
             program.mean_loss(args[0], args[-1])
