@@ -29,6 +29,14 @@ class Queue:
         if axis.size > 1:
             self._number = _store().add(f"fzero/{axis.group}/compile/engines/{axis.rank}", 1)
 
+    def __deepcopy__(self, memo: Any) -> "Queue":
+        """Return the queue itself: some versions of torch copy the options that they are given."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stand for every queue alike in the keys of caches; it is never read back."""
+        return (str, ("fzero.compiling.Queue",))
+
     def options(self) -> dict[str, Any]:
         """Return inductor options that make a compilation wait for its turn."""
         known = config.get_config_copy()
