@@ -53,7 +53,7 @@ class Overlap:
     """
 
     prefetch: int | None = None
-    in_flight: int = 2
+    in_flight: int = 1
 
     def __post_init__(self) -> None:
         for name, value in (("prefetch", self.prefetch), ("in_flight", self.in_flight)):

@@ -595,6 +595,20 @@ def gradient_buffers_alive(lines: list[str]) -> int:  # noqa: C901  (one case a 
     return most
 
 
+def buckets_alive(lines: list[str]) -> int:
+    """Return the most packed buckets of gradients alive at any line of inductor's code, under way or being packed."""
+    alive: set[str] = set()
+    most = 0
+    for line in lines:
+        made = re.match(rf"(buf\d+) = empty_strided\w*\(\({BUCKET}, \)", line)
+        if made:
+            alive.add(made[1])
+        most = max(most, len(alive))
+        for names in re.findall(r"\bdel ([\w, ]+)", line):
+            alive -= {name.strip() for name in names.split(",")}
+    return most
+
+
 def works_meanwhile(lines: list[str]) -> bool:
     """Return whether a matrix is multiplied between the launch of nearly every scatter and its wait."""
     meanwhile = launched = 0
@@ -635,6 +649,7 @@ def check_inductor(rank: int, world: int, stage: int, in_flight: int) -> dict[st
         "world": world,
         "far": far(ours, theirs, 1e-5),
         "gradients": gradient_buffers_alive(lines),
+        "buckets": buckets_alive(lines),
         "overlapped": works_meanwhile(lines),
         "peak": most,
         "elements": elements,
@@ -648,8 +663,9 @@ def test_inductor_keeps_the_collectives_and_the_memory_of_the_stage(stage: int, 
     for seen in ranks.run(check_inductor, 2, stage, in_flight, limit=LIMIT):
         assert not seen["far"]
         assert seen["largest"] == BUCKET
-        # compiled stage 2 is ZeRO-2: no more than two buckets of full gradients, whatever the depth, and for each in
-        # flight what is sent and what comes
+        # compiled stage 2 is ZeRO-2: one bucket that is packed and those in flight, whatever the depth
+        assert seen["buckets"] == 1 + in_flight
+        # everything as large as a weight: what is packed and what it is packed into; what is sent and what comes
         assert 0 < seen["gradients"] <= (2 + 2 * in_flight) * BUCKET
         assert seen["overlapped"] is bool(in_flight), "work between the launch of a scatter and its wait"
         shards = 4 * seen["elements"] // seen["world"]
