@@ -65,9 +65,14 @@ def agree(
     return found, text, [other["note"] for other in reports]
 
 
+def default_store() -> Any:
+    """Return the store of the default process group: a collective could hang, the store has a limit."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+
+
 def _exchange(axis: Axis, topic: str, report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every rank's report: each rank writes its own, rank 0 collects them and writes the list."""
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (a collective could hang; the store has a limit)
+    store = default_store()
     # counted in the store itself: how often this rank has come to this topic
     turn = store.add(f"fzero/{axis.group}/{topic}/turn/{axis.rank}", 1)
     base = f"fzero/{axis.group}/{topic}/{turn}"

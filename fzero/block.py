@@ -125,35 +125,28 @@ def is_sharded(node: Any) -> bool:
 _MARK = "fzero.Sharded"
 
 
-def _take_apart(node: Any) -> Any:
-    """Replace every `Sharded` in a tree of arguments by a tuple. Dynamo traces this."""
+def _replace(node: Any, change: Callable[[Sharded], Any]) -> Any:
+    """Replace every `Sharded` in a tree of arguments. Dynamo traces this."""
     if isinstance(node, Sharded):
-        shards, proxies, outside = node.tensors
-        return (_MARK, node.assemble, tuple(shards), tuple(proxies), tuple(outside))
+        return change(node)
     if isinstance(node, Tensor):
         return node
     if isinstance(node, dict):
-        return type(node)([(key, _take_apart(child)) for key, child in node.items()])
+        return type(node)([(key, _replace(child, change)) for key, child in node.items()])
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*[_take_apart(child) for child in node])
+        return type(node)(*[_replace(child, change) for child in node])
     if isinstance(node, (tuple, list)):
-        return type(node)([_take_apart(child) for child in node])
+        return type(node)([_replace(child, change) for child in node])
     return node
 
 
-def _gathered(node: Any) -> Any:
-    """Gather every `Sharded` in a tree of arguments. Dynamo traces this."""
-    if isinstance(node, Sharded):
-        return node.assemble(*node.tensors)
-    if isinstance(node, Tensor):
-        return node
-    if isinstance(node, dict):
-        return type(node)([(key, _gathered(child)) for key, child in node.items()])
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*[_gathered(child) for child in node])
-    if isinstance(node, (tuple, list)):
-        return type(node)([_gathered(child) for child in node])
-    return node
+def _handle(node: Sharded) -> Any:
+    shards, proxies, outside = node.tensors
+    return (_MARK, node.assemble, tuple(shards), tuple(proxies), tuple(outside))
+
+
+def _assembled(node: Sharded) -> Tree:
+    return node.assemble(*node.tensors)
 
 
 def _is_handle(node: Any) -> bool:
@@ -199,7 +192,7 @@ class remat(Generic[P, R]):  # noqa: N801  (reads as the function that it stands
             return cast("R", self.fn(*args, **kwargs))  # blocks gather themselves, and recompute
         if not _has_sharded((args, kwargs)):
             return recompute(self.fn)(*args, **kwargs)
-        return recompute(self.fn, _gather)(*_take_apart(args), **_take_apart(kwargs))
+        return recompute(self.fn, _gather)(*_replace(args, _handle), **_replace(kwargs, _handle))
 
 
 class block(remat[P, R]):  # noqa: N801
@@ -222,5 +215,5 @@ class block(remat[P, R]):  # noqa: N801
             return self.fn(*args, **kwargs)
         if torch.compiler.is_compiling():
             # fzero.overlap gathers again in the graph, in front of the first use in backward
-            return self.fn(*_gathered(args), **_gathered(kwargs))
+            return self.fn(*_replace(args, _assembled), **_replace(kwargs, _assembled))
         return super().__call__(*args, **kwargs)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._dynamo import callback
 from torch._inductor import config
 
+from fzero.agree import default_store
 from fzero.axis import Axis
 
 
@@ -27,7 +28,7 @@ class Queue:
         self._number = 0
         """Of this engine among those of this rank."""
         if axis.size > 1:
-            self._number = _store().add(f"fzero/{axis.group}/compile/engines/{axis.rank}", 1)
+            self._number = default_store().add(f"fzero/{axis.group}/compile/engines/{axis.rank}", 1)
 
     def __deepcopy__(self, memo: Any) -> "Queue":
         """Return the queue itself: some versions of torch copy the options that they are given."""
@@ -49,11 +50,11 @@ class Queue:
         """Go first, or wait for who does. Called by inductor with a graph, before it looks into its cache."""
         self._compiled += 1
         base = f"fzero/{self._axis.group}/compile/{socket.gethostname()}/{self._number}/{self._compiled}"
-        if _store().add(f"{base}/turn", 1) == 1:
+        if default_store().add(f"{base}/turn", 1) == 1:
             self._done.append(f"{base}/done")
             return
         with contextlib.suppress(RuntimeError, dist.DistError):  # too late: the step itself will tell
-            _store().wait([f"{base}/done"], _store().timeout)
+            default_store().wait([f"{base}/done"], default_store().timeout)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -71,8 +72,4 @@ class Queue:
 
     def _end(self, _: Any) -> None:
         while self._done:
-            _store().set(self._done.pop(), "")
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001  (as in fzero.agree)
+            default_store().set(self._done.pop(), "")

@@ -127,7 +127,7 @@ class Zero:
         self._buffer_policy, self._compile, self._has_aux, self._donate = buffer_policy, compile, has_aux, donate
         self._axis = axis_of(mesh)
         self._queue = Queue(self._axis)
-        self._bound: tuple[str, str | None, Program] | None = None
+        self._bound: tuple[str, Program] | None = None
         self._batch_agreed = False
         self._expected: Any = None
         self._compiled: dict[Any, Callable[..., Any]] = {}
@@ -178,13 +178,13 @@ class Zero:
                 raise ValueError(f"params: rank {rank} ties leaves {note['ties']}, rank 0 {notes[0]['ties']}")
         if self._bound is None:
             binding = bind(inspected, ties, self._axis, outline(params), self._bucket_bytes, self._precision)
-            self._bound = (digest, None, self._program(binding, buffers))
-        elif self._bound[0] != digest or self._bound[2].binding.ties != ties:
+            self._bound = (digest, self._program(binding, buffers))
+        elif self._bound[0] != digest or self._bound[1].binding.ties != ties:
             raise ValueError(
                 "params: another structure than at this engine's first init, which fixed its layout; "
                 f"build a new engine for it. First: {self._bound[0]}; now: {digest}"
             )
-        state = first_state(self._bound[2], params, buffers)
+        state = first_state(self._bound[1], params, buffers)
         self._expected = _kinds(state)
         return state
 
@@ -351,7 +351,7 @@ class Zero:
     def _ready(self, state: State) -> Program:
         if self._bound is None:
             raise ValueError("engine: call init(params) first")
-        program = self._bound[2]
+        program = self._bound[1]
         if torch.is_inference_mode_enabled():
             raise ValueError("engine: does not work under torch.inference_mode(), where nothing has a gradient")
         if not isinstance(state, State):

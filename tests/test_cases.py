@@ -71,7 +71,7 @@ def train(case: Case, stage: int, rank: int, **settings: Any) -> Seen:
 def pieces(engine: fzero.Zero, state: fzero.State, rank: int) -> list[tuple[str, int, list[float]]]:
     """Return what the state of this rank holds, cut by the layout's own table; padding must be zero."""
     assert engine._bound is not None
-    binding = engine._bound[2].binding
+    binding = engine._bound[1].binding
     found = []
     for bucket, held in zip(binding.layout.buckets, state.params, strict=True):
         size = binding.layout.shard_length(bucket)

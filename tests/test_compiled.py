@@ -216,7 +216,7 @@ def expected_collectives(engine: Zero, stage: int, accumulate: int = 1, again: i
     `again` is 0 for graphs that have not gone through inductor's passes, which add the gathers of backward.
     """
     assert engine._bound is not None
-    buckets = engine._bound[2].binding.layout.buckets
+    buckets = engine._bound[1].binding.layout.buckets
     inner = sum(bucket.block is not None for bucket in buckets) if stage == 3 else 0
     outer = len(buckets) - inner
     return {
@@ -643,7 +643,7 @@ def check_inductor(rank: int, world: int, stage: int, in_flight: int) -> dict[st
     assert without_waits(counts) == expected, (stage, counts)
     assert counts["wait_tensor"] == sum(expected.values())
     assert engine._bound is not None
-    layout = engine._bound[2].binding.layout
+    layout = engine._bound[1].binding.layout
     elements = sum(bucket.length for bucket in layout.buckets)
     return {
         "world": world,

@@ -61,7 +61,7 @@ def start(rank: int, world: int, stage: int, others: str) -> dict[str, Any]:
         "tied": after["tie"].data_ptr() == after["again"].data_ptr(),
         "moments tied": moments.exp_avg["tie"].data_ptr() == moments.exp_avg["again"].data_ptr(),
         "no moments": (moments.exp_avg["count"], moments.exp_avg_sq["flag"]),
-        "elements": sum(bucket.used for bucket in engine._bound[2].binding.layout.buckets) if engine._bound else 0,
+        "elements": sum(bucket.used for bucket in engine._bound[1].binding.layout.buckets) if engine._bound else 0,
         "keys": list(after),
     }
 
