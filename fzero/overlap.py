@@ -152,6 +152,13 @@ class _Order:
         self.nodes = [*kept[:at], *moved, *kept[at:]]
         self.number()
 
+    def sink(self, chain: list[fx.Node], limits: Sequence[fx.Node] = ()) -> None:
+        """Put a wait and what follows it in front of the first use of them, or of a limit, if that comes later."""
+        users = {user for node in chain for user in node.users} - set(chain)
+        target = self.nodes[self.first([*users, *limits])]
+        if self.place[target] > self.place[chain[-1]]:
+            self.move(sorted(chain, key=self.place.__getitem__), target)
+
     def write(self) -> None:
         """Give the graph this order."""
         for before, node in zip(self.nodes, self.nodes[1:], strict=False):
@@ -183,12 +190,7 @@ def _place_scatters(order: _Order, in_flight: int) -> None:
         if wait is None or in_flight == 0:
             continue
         chain = _followers(wait, lambda node: _is_view(node) or _is_sum(node))
-        users = {user for node in chain for user in node.users} - set(chain)
-        limit = starts[number + in_flight] if number + in_flight < len(starts) else None
-        places = [order.first(users)] + ([] if limit is None else [order.first([_packing(limit, order)])])
-        target = order.nodes[min(places)]
-        if order.place[target] > order.place[chain[-1]]:
-            order.move(sorted(chain, key=order.place.__getitem__), target)
+        order.sink(chain, [_packing(limit, order) for limit in starts[number + in_flight : number + in_flight + 1]])
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -216,11 +218,7 @@ def _place_gathers(order: _Order, prefetch: int | None) -> None:
     for wait in waits:
         if wait is None:
             continue
-        chain = _followers(wait, _is_view)
-        users = {user for node in chain for user in node.users} - set(chain)
-        target = order.nodes[order.first(users)]
-        if order.place[target] > order.place[chain[-1]]:
-            order.move(sorted(chain, key=order.place.__getitem__), target)
+        order.sink(_followers(wait, _is_view))
     for number, start in enumerate(starts):
         ready = max((order.place[node] for node in start.all_input_nodes), default=0) + 1
         while order.nodes[ready].op == "placeholder":
