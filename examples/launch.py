@@ -46,6 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every example has."""
     add = parser.add_argument
     add("--ranks", type=positive, help="processes to start (default: 2 on CPU, one per device on CUDA)")
+    add("--threads", type=positive, help="of each rank, on CPU (default: the cores shared out among a machine's ranks)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     add("--seed", type=int, default=0, help="(default: 0)")
 
@@ -100,7 +101,7 @@ def run_rank(rank: int, train: Train, options: argparse.Namespace, world: int, i
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+        torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // local_world))
     if world > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(minutes=5)

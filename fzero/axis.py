@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+MESSAGE_BYTES = 5 * 2**18
+"""How large a message of gloo's should be at most: it sends and receives larger ones after each other."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -26,6 +29,12 @@ class Axis:
         if self.process_group is None or not self.native or not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
+
+    def bucket_bytes(self, cap: int, device: torch.device) -> int:
+        """Return how large buckets should be at most if the user allows `cap` bytes: on gloo, several messages."""
+        if self.size == 1 or (self.native and device.type == "cuda"):
+            return cap
+        return min(cap, self.size * MESSAGE_BYTES)
 
 
 def _has_native_scatter(group: Any) -> bool:

@@ -106,7 +106,7 @@ def bind(
         )
         for place in trained
     ]
-    layout = make_layout(specs, axis.size, bucket_bytes)
+    layout = make_layout(specs, axis.size, axis.bucket_bytes(bucket_bytes, inspected.device))
     blocks = tuple(_block(inspected, number, ties, trained, layout, axis) for number in range(len(inspected.blocks)))
     return Binding(axis, inspected, ties, trained, fixed, layout, blocks, plain)
 

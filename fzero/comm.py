@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.axis import Axis
+from fzero.axis import MESSAGE_BYTES, Axis
 from fzero.trace import opaque
 
 _ops = torch.ops._c10d_functional  # noqa: SLF001  (the ops are stable; their Python wrappers were renamed in 2.14)
 
+
+Pending = tuple[Tensor, ...]
+"""What a scatter is waited for by: one tensor a message."""
 
 # --- the operations, not differentiable ------------------------------------------------------------------------------
 
@@ -28,34 +31,43 @@ def _all_gather(shard: Tensor, size: int, group: str) -> Tensor:
     return _ops.wait_tensor(gathered)  # type: ignore[no-any-return]
 
 
-def start_scatter(full: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Tensor:
+def start_scatter(full: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Pending:
     """Launch the reduce-scatter of (N*C,), summed in `dtype` (its own), and return what `finish_scatter` waits for.
 
-    Until then `full` must not change. In a world of one it is what is returned.
+    Until then `full` must not change. In a world of one it is what is returned. On gloo a rank sends another one at
+    most `MESSAGE_BYTES` in one message, or half as much again: a large one each way does not use both at once.
     """
     if axis.size == 1:
-        return full
-    full = full.contiguous()
+        return (full,)
     if axis.native and full.is_cuda:
-        full = full if dtype is None else full.to(dtype)
-        return _ops.reduce_scatter_tensor(full, "sum", axis.size, axis.group)  # type: ignore[no-any-return]
-    pieces = [full.numel() // axis.size] * axis.size
-    return _ops.all_to_all_single(full, pieces, pieces, axis.group)  # type: ignore[no-any-return]
+        full = full.contiguous() if dtype is None else full.to(dtype).contiguous()
+        return (_ops.reduce_scatter_tensor(full, "sum", axis.size, axis.group),)
+    length = full.numel() // axis.size
+    messages = max(1, round(length * full.itemsize / MESSAGE_BYTES))
+    if messages == 1:
+        return (_exchange(full.contiguous(), axis),)
+    columns = torch.split(full.reshape(axis.size, length), -(-length // messages), 1)
+    return tuple(_exchange(column.reshape(-1), axis) for column in columns)
 
 
-def finish_scatter(pending: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Tensor:
+def _exchange(pieces: Tensor, axis: Axis) -> Tensor:
+    lengths = [pieces.numel() // axis.size] * axis.size
+    return _ops.all_to_all_single(pieces, lengths, lengths, axis.group)  # type: ignore[no-any-return]
+
+
+def finish_scatter(pending: Pending, axis: Axis, dtype: torch.dtype | None = None) -> Tensor:
     """Wait for what `start_scatter` launched and return this rank's (C,) of the sum over ranks, in `dtype`."""
     pieces = _pieces(pending, axis)
-    dtype = pieces.dtype if dtype is None else dtype
-    return pieces[0].to(dtype) if pieces.shape[0] == 1 else _sum_pieces(pieces, dtype)
+    dtype = pieces[0].dtype if dtype is None else dtype
+    return pieces[0][0].to(dtype) if pieces[0].shape[0] == 1 else _sum_pieces(pieces, dtype)
 
 
-def _pieces(pending: Tensor, axis: Axis) -> Tensor:
-    """Wait for what `start_scatter` launched: (N, C) that are still to be summed in rank order, or their sum (1, C)."""
+def _pieces(pending: Pending, axis: Axis) -> list[Tensor]:
+    """Wait for what `start_scatter` launched: parts of the shard, (N, part) still to be summed, or (1, part)."""
     if axis.size == 1:
-        return pending.view(1, -1)
-    pieces = _ops.wait_tensor(pending)
-    return pieces.view(1 if axis.native and pieces.is_cuda else axis.size, -1)  # type: ignore[no-any-return]
+        return [part.view(1, -1) for part in pending]
+    arrived = [_ops.wait_tensor(part) for part in pending]
+    return [part.view(1 if axis.native and part.is_cuda else axis.size, -1) for part in arrived]
 
 
 def sum_in_order(pieces: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -68,30 +80,34 @@ def sum_in_order(pieces: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @torch.library.custom_op("fzero::sum_pieces", mutates_args=())
-def _sum_pieces(pieces: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum in rank order, as one operation: inductor would fuse the sum into each of its uses, norm and update.
+def _sum_pieces(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Sum parts of a shard in rank order, as one operation: inductor would fuse the sum into each of its uses.
 
     The pieces, N times as large as their sum, would then live from the scatter to the update of the last bucket.
     """
-    return sum_in_order(pieces, dtype)
+    sums = [sum_in_order(part, dtype) for part in pieces]
+    return torch.cat(sums) if len(sums) > 1 else sums[0]
 
 
 @_sum_pieces.register_fake
-def _(pieces: Tensor, dtype: torch.dtype) -> Tensor:
-    return pieces.new_empty(pieces.shape[1:], dtype=dtype)
+def _(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return pieces[0].new_empty(sum(part.shape[1] for part in pieces), dtype=dtype)
 
 
 @torch.library.custom_op("fzero::add_pieces", mutates_args=("sums",))
-def _add_pieces(sums: Tensor, pieces: Tensor) -> None:
+def _add_pieces(sums: Tensor, pieces: list[Tensor]) -> None:
     """Add the sum of the pieces in place, as one operation: inductor would put it off to the end of the graph.
 
     Every bucket's shard would then live until there.
     """
-    sums.add_(sum_in_order(pieces, sums.dtype))
+    start = 0
+    for part in pieces:
+        sums[start : start + part.shape[1]].add_(sum_in_order(part, sums.dtype))
+        start += part.shape[1]
 
 
 @_add_pieces.register_fake
-def _(sums: Tensor, pieces: Tensor) -> None:
+def _(sums: Tensor, pieces: list[Tensor]) -> None:
     pass
 
 

@@ -112,7 +112,7 @@ class HookedZero:
         self.module = module
         self._opt, self._settings, self._taken, self._stage = opt, settings, taken, stage
         self._device = taken.trained[0].device
-        self._layout = make_layout(taken.specs, self._axis.size, bucket_bytes)
+        self._layout = make_layout(taken.specs, self._axis.size, self._axis.bucket_bytes(bucket_bytes, self._device))
         share(taken.frozen.values(), self._axis)
         self._buffers = Buffers(module, taken.buffer_names, buffer_policy, self._axis)
         self._flats = [

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fzero.axis import Axis
-from fzero.comm import finish_scatter, start_scatter
+from fzero.comm import Pending, finish_scatter, start_scatter
 from fzero.layout import Layout, split
 from fzero.precision import Precision
 from fzero.units import Units
@@ -84,7 +84,7 @@ class Collector:
         """Of every bucket: the flat local sum and its views. Only with `keeps`."""
         self._filling: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """The same, of buckets that fill in this pass. Only without."""
-        self._flying: list[tuple[int, Tensor]] = []
+        self._flying: list[tuple[int, Pending]] = []
         """What has been sent and not waited for, oldest first."""
         self._sums: dict[int, Tensor] = {}
         """This rank's shard of every bucket's sum over ranks and passes."""

@@ -11,6 +11,7 @@ import inspect
 import operator
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fzero.layout import Layout
 
 ORDER_KEPT = {
     # each of these moves waits or packing away from where they were put, and full gradients then pile up
@@ -40,33 +43,42 @@ class Overlap:
     Parameters
     ----------
     prefetch
-        How many gathers are launched ahead of the one that is needed next; None: all as soon as they can be, in stages
-        0 to 2, and 1 in stage 3, where each keeps a gathered block alive.
+        How many gathers are launched ahead of the one that is needed next. None: all as soon as they can be, in stages
+        0 to 2; in stage 3, where what is gathered takes memory, as many as the block with most buckets has.
     in_flight
         How many scatters may be under way while backward goes on; each keeps one full bucket of gradients alive (on
-        gloo two, what is sent and what comes). 0: every scatter is waited for where it is launched.
+        gloo two, what is sent and what comes). 0: every scatter is waited for where it is launched. None: 1, or where
+        buckets are smaller than `bucket_bytes` allows, as on gloo, up to 4 that together are no larger.
 
     Raises
     ------
     ValueError
-        If one of them is not an integer of at least 0.
+        If one of them is neither None nor an integer of at least 0.
     """
 
     prefetch: int | None = None
-    in_flight: int = 1
+    in_flight: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("prefetch", self.prefetch), ("in_flight", self.in_flight)):
-            if name == "prefetch" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"overlap: {name} must be an integer of at least 0, got {value!r}")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ValueError(f"overlap: {name} must be None or an integer of at least 0, got {value!r}")
+
+    def settled(self, stage: int, layout: Layout, bucket_bytes: int) -> "Overlap":
+        """Return what is meant where it says None, for buckets that the user allows `bucket_bytes` each."""
+        prefetch, in_flight = self.prefetch, self.in_flight
+        if prefetch is None and stage == 3:
+            prefetch = max(Counter(bucket.block for bucket in layout.buckets if bucket.block is not None).values())
+        if in_flight is None:
+            largest = max((bucket.length * bucket.compute.itemsize for bucket in layout.buckets), default=1)
+            in_flight = min(4, max(1, bucket_bytes // (2 * largest)))  # gloo: what is sent, and what comes
+        return Overlap(prefetch, in_flight)
 
 
 def compile_options(stage: int, overlap: Overlap, outside: int) -> dict[str, Any]:
     """Return the inductor options of a stage, those that this torch knows; say so once if it cannot overlap.
 
-    `outside` is how many gathers at the head of the graph are not of blocks.
+    `overlap` is settled; `outside` is how many gathers at the head of the graph are not of blocks.
     """
     known = config.get_config_copy() if hasattr(config, "get_config_copy") else {}
     options: dict[str, Any] = {key: value for key, value in ORDER_KEPT.items() if key in known and stage > 1}
@@ -124,9 +136,8 @@ class Schedule(CustomGraphPass):
             boundary.replace_all_uses_with(boundary.all_input_nodes[0])
             graph.erase_node(boundary)
         order = _Order(graph)
-        _place_scatters(order, self.overlap.in_flight)
-        prefetch = self.overlap.prefetch
-        _place_gathers(order, 1 if prefetch is None and self.stage == 3 else prefetch)
+        _place_scatters(order, self.overlap.in_flight or 0)
+        _place_gathers(order, self.overlap.prefetch)
         order.write()
 
 
@@ -153,11 +164,15 @@ class _Order:
         self.number()
 
     def sink(self, chain: list[fx.Node], limits: Sequence[fx.Node] = ()) -> None:
-        """Put a wait and what follows it in front of the first use of them, or of a limit, if that comes later."""
+        """Put a wait and what follows it in front of the first use of them, or of a limit, if that comes first.
+
+        What follows may also stand behind that place: views that backward alone uses stay there.
+        """
         users = {user for node in chain for user in node.users} - set(chain)
         target = self.nodes[self.first([*users, *limits])]
-        if self.place[target] > self.place[chain[-1]]:
-            self.move(sorted(chain, key=self.place.__getitem__), target)
+        ahead = [node for node in chain if self.place[node] < self.place[target]]
+        if ahead:
+            self.move(sorted(ahead, key=self.place.__getitem__), target)
 
     def write(self) -> None:
         """Give the graph this order."""
@@ -166,9 +181,9 @@ class _Order:
         self.graph.lint()
 
 
-def _followers(start: fx.Node, follows: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Return a node and what is computed from it alone, by nodes that `follow`, in order."""
-    found = [start]
+def _followers(starts: Iterable[fx.Node], follows: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Return nodes and what is computed from them alone, by nodes that `follow`, in order."""
+    found = list(starts)
     for node in found:
         found += [
             user
@@ -184,31 +199,43 @@ def _wait_of(collective: fx.Node) -> fx.Node | None:
 
 def _place_scatters(order: _Order, in_flight: int) -> None:
     """Wait for a scatter only before the launch of the one that would be too many, or where its sum is used."""
-    starts = [node for node in order.nodes if node.target in _SCATTERS]
-    for number, start in enumerate(starts):
+    if in_flight == 0:
+        return
+    scatters = _scatters(order)
+    for number, starts in enumerate(scatters):
+        waits = [wait for wait in map(_wait_of, starts) if wait is not None]
+        chain = _followers(waits, lambda node: _is_view(node) or _is_sum(node))
+        limits = [_packing(limit[0]) for limit in scatters[number + in_flight : number + in_flight + 1]]
+        order.sink(chain, limits)
+
+
+def _scatters(order: _Order) -> list[list[fx.Node]]:
+    """Return the launches of every scatter: several if its bucket travels in several messages."""
+    scatters: dict[fx.Node, list[fx.Node]] = {}
+    for start in [node for node in order.nodes if node.target in _SCATTERS]:
         wait = _wait_of(start)
-        if wait is None or in_flight == 0:
-            continue
-        chain = _followers(wait, lambda node: _is_view(node) or _is_sum(node))
-        order.sink(chain, [_packing(limit, order) for limit in starts[number + in_flight : number + in_flight + 1]])
+        family = _followers([start] if wait is None else [wait], _is_view)
+        total = next((user for node in family for user in node.users if _is_sum(user)), start)
+        scatters.setdefault(total, []).append(start)
+    return list(scatters.values())
 
 
 def _is_sum(node: fx.Node) -> bool:
     return node.target is torch.ops.fzero.sum_pieces.default
 
 
-def _packing(start: fx.Node, order: _Order) -> fx.Node:
+def _packing(start: fx.Node) -> fx.Node:
     """Return the first node of those that pack a scatter's bucket: what comes before it must be freed first."""
-    first = start
+    first = node = start
     while True:
-        sources = [node for node in first.all_input_nodes if node.op == "call_function"]
-        if len(sources) != 1 or first.target is torch.ops.aten.cat.default:
+        sources = [source for source in node.all_input_nodes if source.op == "call_function"]
+        if len(sources) != 1 or node.target is torch.ops.aten.cat.default:
             return first
-        if order.place[sources[0]] < order.place[first] - 8 or len(sources[0].users) > 1:
+        node = sources[0]
+        if node.target in (torch.ops.aten.cat.default, torch.ops.aten.clone.default):
+            first = node
+        elif not _is_view(node):
             return first
-        if not (_is_view(sources[0]) or sources[0].target is torch.ops.aten.cat.default):
-            return first
-        first = sources[0]
 
 
 def _place_gathers(order: _Order, prefetch: int | None) -> None:
@@ -218,7 +245,7 @@ def _place_gathers(order: _Order, prefetch: int | None) -> None:
     for wait in waits:
         if wait is None:
             continue
-        order.sink(_followers(wait, _is_view))
+        order.sink(_followers([wait], _is_view))
     for number, start in enumerate(starts):
         ready = max((order.place[node] for node in start.all_input_nodes), default=0) + 1
         while order.nodes[ready].op == "placeholder":
@@ -253,7 +280,7 @@ def _gather_again(graph: fx.Graph, boundary: fx.Node, outside: int) -> None:
         wait = _wait_of(start)
         if wait is None:
             continue
-        family = [start, *_followers(wait, _is_view)]
+        family = [start, *_followers([wait], _is_view)]
         late = [user for node in family for user in node.users if user not in family and place[user] > place[boundary]]
         late += [node for node in family if place[node] > place[boundary]]
         if not late:

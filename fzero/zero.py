@@ -57,7 +57,7 @@ class Zero:
     accumulate
         Micro-batches a step; the leading dim of every batch leaf is split evenly.
     bucket_bytes
-        Cap of a bucket, in bytes.
+        Cap of a bucket, in bytes. On gloo buckets are kept smaller than the default: its large messages are slower.
     buffer_policy
         What happens to floating buffers across ranks at the end of a step: "rank0" (rank 0's values everywhere),
         "mean", or "none" (every rank keeps its own). Others are never averaged.
@@ -279,7 +279,8 @@ class Zero:
         buckets = program.binding.layout.buckets
         # a micro-batch is handed what lies outside blocks
         outside = 0 if name == "micro" else sum(bucket.block is None for bucket in buckets)
-        options = {**compile_options(self._stage, self._overlap, outside), **self._queue.options()}
+        overlap = self._overlap.settled(self._stage, program.binding.layout, self._bucket_bytes)
+        options = {**compile_options(self._stage, overlap, outside), **self._queue.options()}
         compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options)
         try:
             with self._queue():

@@ -164,7 +164,7 @@ def count_sends(rank: int, world: int, mode: str) -> dict[int, Any]:  # noqa: AR
     for stage in STAGES:
         sends: list[int] = []
 
-        def start(full: Tensor, axis: Any, dtype: Any = None, sends: list[int] = sends) -> Tensor:
+        def start(full: Tensor, axis: Any, dtype: Any = None, sends: list[int] = sends) -> comm.Pending:
             sends.append(full.numel())
             return comm.start_scatter(full, axis, dtype)
 

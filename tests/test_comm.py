@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero.agree import agree
-from fzero.axis import Axis, axis_of
+from fzero.axis import MESSAGE_BYTES, Axis, axis_of
 from fzero.comm import (
     anchor,
     attach,
@@ -215,6 +215,32 @@ def check_order(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_scatter_on_gloo_sums_in_rank_order_and_sends_each_element_once(world: int) -> None:
     ranks.run(check_order, world)
+
+
+def check_messages(rank: int, world: int) -> None:
+    axis = axis_of(None)
+    length = 3 * MESSAGE_BYTES // F32.itemsize + 5
+
+    def of(other: int) -> Tensor:
+        return torch.randn(world * length, 2, generator=torch.Generator().manual_seed(other))[:, 0]
+
+    assert not of(rank).is_contiguous()
+    right = sum_in_order(torch.stack([of(other).reshape(world, -1)[rank] for other in range(world)]))
+    with Counting() as count:
+        assert torch.equal(scattered(of(rank), axis), right)
+    assert count.seen["all_to_all_single"] == 3
+    assert torch.equal(torch.compile(scattered, backend="aot_eager", fullgraph=True)(of(rank), axis), right)
+    sums = right.clone()
+    leaf, token = torch.zeros(length, requires_grad=True), new_token(right)
+    proxy, token = anchor(leaf, token, axis, sums=sums)
+    torch.autograd.grad((proxy * of(rank)).sum() + token.sum(), leaf)
+    assert torch.equal(sums, right + right)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_large_piece_travels_in_several_messages(world: int) -> None:
+    ranks.run(check_messages, world, limit=120)
 
 
 def test_16_bit_floats_are_summed_in_float32_and_rounded_once() -> None:

@@ -203,7 +203,7 @@ def trace(rank: int, world: int, stage: int) -> dict[str, Any]:  # noqa: ARG001
     events, alive, loose = [], [], []
     original = comm.start_scatter
 
-    def start(full: Tensor, axis: Any, dtype: Any = None) -> Tensor:
+    def start(full: Tensor, axis: Any, dtype: Any = None) -> comm.Pending:
         events.append("send")
         return original(full, axis, dtype)
 
