@@ -12,7 +12,7 @@ import operator
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,8 @@ class Overlap:
         0 to 2; in stage 3, where what is gathered takes memory, as many as the block with most buckets has.
     in_flight
         How many scatters may be under way while backward goes on; each keeps one full bucket of gradients alive (on
-        gloo two, what is sent and what comes). 0: every scatter is waited for where it is launched. None: 1, or where
-        buckets are smaller than `bucket_bytes` allows, as on gloo, up to 4 that together are no larger.
+        gloo two, what is sent and what comes). 0: every scatter is waited for where it is launched. None: 1, or on
+        gloo, where buckets are kept small, as many as else were one, at most 4.
 
     Raises
     ------
@@ -68,11 +68,17 @@ class Overlap:
         """Return what is meant where it says None, for buckets that the user allows `bucket_bytes` each."""
         prefetch, in_flight = self.prefetch, self.in_flight
         if prefetch is None and stage == 3:
-            prefetch = max(Counter(bucket.block for bucket in layout.buckets if bucket.block is not None).values())
+            prefetch = _most(bucket.block for bucket in layout.buckets if bucket.block is not None)
         if in_flight is None:
-            largest = max((bucket.length * bucket.compute.itemsize for bucket in layout.buckets), default=1)
-            in_flight = min(4, max(1, bucket_bytes // (2 * largest)))  # gloo: what is sent, and what comes
+            alike = _most((bucket.dtype, bucket.compute, bucket.label, bucket.block) for bucket in layout.buckets)
+            largest = max((bucket.length * bucket.dtype.itemsize for bucket in layout.buckets), default=1)
+            in_flight = max(1, min(4, alike, bucket_bytes // largest))
         return Overlap(prefetch, in_flight)
+
+
+def _most(kinds: Iterable[Hashable]) -> int:
+    """Return how often the most frequent kind is there."""
+    return max(Counter(kinds).values(), default=1)
 
 
 def compile_options(stage: int, overlap: Overlap, outside: int) -> dict[str, Any]:
@@ -188,7 +194,9 @@ def _followers(starts: Iterable[fx.Node], follows: Callable[[fx.Node], bool]) ->
         found += [
             user
             for user in node.users
-            if user not in found and follows(user) and all(source in found for source in user.all_input_nodes)
+            if user not in found
+            and follows(user)
+            and all(source in found or source.op == "placeholder" for source in user.all_input_nodes)
         ]
     return found
 
@@ -221,7 +229,8 @@ def _scatters(order: _Order) -> list[list[fx.Node]]:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    return node.target is torch.ops.fzero.sum_pieces.default
+    # what changes its argument is still wrapped in a function that returns it
+    return torch.ops.fzero.sum_pieces.default is node.target or torch.ops.fzero.add_pieces.default in node.args
 
 
 def _packing(start: fx.Node) -> fx.Node:
