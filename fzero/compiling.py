@@ -1,4 +1,7 @@
-"""One rank of a machine compiles first; the others then find what it compiled in inductor's cache."""
+"""Compiling on several ranks: all must have the same collectives, and one rank of a machine compiles first.
+
+The others then find what it compiled in inductor's cache.
+"""
 
 import contextlib
 import socket
@@ -6,25 +9,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch import fx
 from torch._dynamo import callback
 from torch._inductor import config
 
-from fzero.agree import default_store
+from fzero.agree import agree, default_store
 from fzero.axis import Axis
 
 
 class Queue:
-    """Lets ranks of one machine compile one after the other.
+    """Lets ranks of one machine compile one after the other, what all have found to have the same collectives.
 
-    All ranks compile the same graphs. The first that has traced one goes on, and the others of its machine wait, at
-    most the time limit of the store, before they look into the cache. It only saves time: where torch has no pass
-    before the cache or no callbacks after compilation, or the other is gone, everybody compiles.
+    The first that has traced a graph goes on, and the others of its machine wait, at most the time limit of the store,
+    before they look into the cache. That only saves time: where torch has no pass before the cache or no callbacks
+    after compilation, or the other is gone, everybody compiles.
     """
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._done: list[str] = []
         self._compiled = 0
+        self._part = ""
+        self._is_first = False
+        self.refusal: Exception | None = None
+        """What is raised because ranks differ or one of them did not come to compile."""
         self._number = 0
         """Of this engine among those of this rank."""
         if axis.size > 1:
@@ -46,8 +54,22 @@ class Queue:
         timing = {"pre_grad_pass_timing": "early"} if "pre_grad_pass_timing" in known else {}
         return {"pre_grad_custom_pass": self.wait, **timing}
 
-    def wait(self, _: Any) -> None:
-        """Go first, or wait for who does. Called by inductor with a graph, before it looks into its cache."""
+    def wait(self, graph: fx.Graph) -> None:
+        """Go first, or wait for who does. Called by inductor with a graph, before it looks into its cache.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if they do not have the same collectives the first time that they compile a part of the step.
+            Communicates their names through the store.
+        """
+        if self._is_first:
+            self._is_first = False
+            try:
+                self._compare(collectives(graph))
+            except Exception as error:
+                self.refusal = error
+                raise
         self._compiled += 1
         base = f"fzero/{self._axis.group}/compile/{socket.gethostname()}/{self._number}/{self._compiled}"
         if default_store().add(f"{base}/turn", 1) == 1:
@@ -56,9 +78,26 @@ class Queue:
         with contextlib.suppress(RuntimeError, dist.DistError):  # too late: the step itself will tell
             default_store().wait([f"{base}/done"], default_store().timeout)
 
+    def _compare(self, mine: list[str]) -> None:
+        topic = f"compiling {self._part}"
+        _, _, everyone = agree(self._axis, topic, lambda: mine, lambda _: "", lambda found: {"collectives": found})
+        first = everyone[0]["collectives"]
+        for rank, note in enumerate(everyone):
+            other = note["collectives"]
+            if other != first:
+                at = next((at for at, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
+                at = min(len(first), len(other)) if at is None else at
+                here, there = ((names[at] if at < len(names) else "none") for names in (first, other))
+                raise ValueError(
+                    f"{topic}: the ranks differ, and none of them goes on. Call {at} that communicates is "
+                    f"{here!r} on rank 0 and {there!r} on rank {rank}. A compiled step must call the same blocks in "
+                    "the same order on all ranks; compile=False allows ranks to leave some out"
+                )
+
     @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Call a compiled function in it: the others go on as soon as it is compiled, or has failed."""
+    def __call__(self, part: str, *, first: bool) -> Iterator[None]:
+        """Call a compiled part of the step in it: the others go on as soon as it is compiled, or has failed."""
+        self._part, self._is_first = part, first
         handler = getattr(callback, "callback_handler", None)
         if self._axis.size == 1 or handler is None:
             yield
@@ -73,3 +112,21 @@ class Queue:
     def _end(self, _: Any) -> None:
         while self._done:
             default_store().set(self._done.pop(), "")
+
+
+def collectives(graph: fx.Graph) -> list[str]:
+    """Return what communicates in a graph as Dynamo traced it, in order: functions and their inputs."""
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith("fzero."):
+            inputs = [_origin(source) for source in node.all_input_nodes]
+            shards = [name for name in inputs if "shards" in name]
+            found.append(f"{node.target.__name__.strip('_')}({', '.join(shards)})")
+    return found
+
+
+def _origin(node: fx.Node) -> str:
+    """Return the name of the input that a node is computed from, as far as that is one."""
+    while node.op != "placeholder" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.name.strip("_")

@@ -274,7 +274,7 @@ class Zero:
             return function(*args)
         key = (program.loss_fn, name)
         if key in self._compiled:
-            with self._queue():
+            with self._queue(name, first=False):
                 return self._compiled[key](*args)
         buckets = program.binding.layout.buckets
         # a micro-batch is handed what lies outside blocks
@@ -283,9 +283,11 @@ class Zero:
         options = {**compile_options(self._stage, overlap, outside), **self._queue.options()}
         compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options)
         try:
-            with self._queue():
+            with self._queue(name, first=True):
                 result = compiled(*args)
         except Exception:
+            if self._queue.refusal is not None:
+                raise self._queue.refusal from None
             # Dynamo buries what loss_fn raises; called without it, loss_fn raises the same in the open
             program.mean_loss(args[0], args[-1])
             raise

@@ -100,3 +100,31 @@ def test_a_torch_without_the_hook_is_told_once_and_gives_no_unknown_option() -> 
         assert "post_grad_custom_post_pass" in compile_options(2, fzero.Overlap(), 0)
     everything: Any = options
     assert all(value is False for value in optree.tree_leaves(everything))
+
+
+def other_order(rank: int, world: int) -> str:  # noqa: ARG001  (the launcher passes it)
+    """Return what a rank is told whose loss function gathers equal blocks in another order."""
+    torch._inductor.config.compile_threads = 1
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        order = ("a", "b") if rank == 0 else ("b", "a")
+        for name in order:
+            batch = fzero.block(lambda weight, x: torch.tanh(x @ weight))(params[name], batch)
+        return batch.square().mean()
+
+    engine = fzero.Zero(loss_fn, fzero.sgd(0.1), 3, blocks=["a", "b"], compile=True)
+    state = engine.init({name: torch.eye(4) for name in ("a", "b")})
+    try:
+        engine.step(state, torch.ones(2, 4))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.ranks
+@pytest.mark.compile
+def test_b13_ranks_that_gather_in_another_order_are_told_before_anything_runs() -> None:
+    """Their blocks are equally large: the collectives would match, and mix up the parameters."""
+    for told in ranks.run(other_order, 2, limit=120):
+        assert "the ranks differ, and none of them goes on" in told
+        assert "same blocks in the same order on all ranks" in told
