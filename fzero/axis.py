@@ -1,7 +1,7 @@
 """The axis of ranks that an engine shards over."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,11 +36,35 @@ class Axis:
             return cap
         return min(cap, self.size * MESSAGE_BYTES)
 
+    def check_device(self, device: torch.device) -> None:
+        """Refuse tensors on a device for which the group has no backend."""
+        if self.process_group is not None and device.type not in _backends(self.process_group):
+            known = ", ".join(_backends(self.process_group))
+            raise ValueError(
+                f"params: are on {device}, but the process group communicates on {known} only; move them there, "
+                'or name a backend for each device: init_process_group("cpu:gloo,cuda:nccl")'
+            )
+
+
+def with_own_group(axis: Axis) -> Axis:
+    """Return an axis over the same ranks with a new process group: its collectives wait for nobody else's. Collective.
+
+    The default group is never created.
+    """
+    if axis.size == 1:
+        return axis
+    group = dist.new_group(dist.get_process_group_ranks(axis.process_group))
+    return replace(axis, group=group.group_name, process_group=group)  # type: ignore[union-attr]
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """Return the backend of each type of device."""
+    # not get_backend: of a group made without naming one it says "undefined", and of gloo that it does CUDA too
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
 
 def _has_native_scatter(group: Any) -> bool:
-    # not get_backend: of a group made without naming one it says "undefined", and of gloo that it does CUDA too
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return backends.get("cuda", "gloo") != "gloo"
+    return _backends(group).get("cuda", "gloo") != "gloo"
 
 
 def axis_of(mesh: DeviceMesh | None) -> Axis:

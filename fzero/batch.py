@@ -29,6 +29,27 @@ def leading_dim(batch: Tree, divisor: int) -> int:
     return size
 
 
+def placed(batch: Tree, device: torch.device) -> Tree:
+    """Return a batch on the device of the state: leaves on CPU are moved there, those on another device are refused.
+
+    From pinned memory the copy is not waited for, so what lies there must not be written to before the step is done (a
+    `DataLoader` with ``pin_memory=True`` never does).
+    """
+    moved = False
+    for path, leaf in paths_and_leaves(batch):
+        if leaf.device == device:
+            continue
+        moved = True
+        if leaf.device.type != "cpu":
+            raise ValueError(
+                f"batch: leaf {show_path(path)} is on {leaf.device}, the state on {device}; "
+                "a batch must be there too, or on CPU, from where it is moved"
+            )
+    if not moved:
+        return batch
+    return optree.tree_map(lambda leaf: leaf.to(device, non_blocking=leaf.is_pinned()), batch)
+
+
 def describe_batch(batch: Tree) -> str:
     """Return what all ranks' batches must have in common: the structure and the dtypes, not the sizes."""
     return f"batch {structure(batch)} of {[str(leaf.dtype) for leaf in optree.tree_leaves(batch)]}"

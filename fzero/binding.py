@@ -83,9 +83,15 @@ class Binding:
 
 
 def bind(
-    inspected: Inspected, ties: Sequence[int], axis: Axis, plain: Outline, bucket_bytes: int, precision: Precision
+    inspected: Inspected,
+    ties: Sequence[int],
+    axis: Axis,
+    plain: Outline,
+    bucket_bytes: int,
+    precision: Precision,
+    gathers: Axis | None = None,
 ) -> Binding:
-    """Lay out a tree that all ranks agree on."""
+    """Lay out a tree that all ranks agree on; blocks are gathered over `axis`, or over `gathers`, the same ranks."""
     ties = tuple(ties)
     home = _homes(inspected, ties)
     trained = tuple(
@@ -107,7 +113,9 @@ def bind(
         for place in trained
     ]
     layout = make_layout(specs, axis.size, axis.bucket_bytes(bucket_bytes, inspected.device))
-    blocks = tuple(_block(inspected, number, ties, trained, layout, axis) for number in range(len(inspected.blocks)))
+    blocks = tuple(
+        _block(inspected, number, ties, trained, layout, gathers or axis) for number in range(len(inspected.blocks))
+    )
     return Binding(axis, inspected, ties, trained, fixed, layout, blocks, plain)
 
 

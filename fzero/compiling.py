@@ -20,9 +20,10 @@ from fzero.axis import Axis
 class Queue:
     """Lets ranks of one machine compile one after the other, what all have found to have the same collectives.
 
-    The first that has traced a graph goes on, and the others of its machine wait, at most the time limit of the store,
-    before they look into the cache. That only saves time: where torch has no pass before the cache or no callbacks
-    after compilation, or the other is gone, everybody compiles.
+    The first that has traced a graph goes on, and the others of its machine and device wait, at most the time limit of
+    the store, before they look into the cache. (On CUDA every rank has a device of its own, unless each sees only its
+    own and calls it ``cuda:0``.) That only saves time: where torch has no pass before the cache or no callbacks after
+    compilation, or the other is gone, everybody compiles.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -71,7 +72,9 @@ class Queue:
                 self.refusal = error
                 raise
         self._compiled += 1
-        base = f"fzero/{self._axis.group}/compile/{socket.gethostname()}/{self._number}/{self._compiled}"
+        # code for one device is not in the cache for another: ranks on other devices have no reason to wait
+        place = f"{socket.gethostname()}/{self._axis.device}"
+        base = f"fzero/{self._axis.group}/compile/{place}/{self._number}/{self._compiled}"
         if default_store().add(f"{base}/turn", 1) == 1:
             self._done.append(f"{base}/done")
             return

@@ -1,6 +1,6 @@
 """A tree of parameters as the user gives it: checks, ties, labels, blocks. No communication."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -52,6 +52,24 @@ class Inspected(NamedTuple):
         leaves = [f"{leaf.name or 'the tree'} {leaf.dtype} {leaf.shape} {leaf.label!r}" for leaf in self.leaves]
         return "; ".join([*leaves, f"blocks {[name for name, _, _ in self.blocks]}", f"tree {self.structure}"])
 
+    def notes(self) -> dict[str, Any]:
+        """Return what may differ between ranks, and all have to know."""
+        return {"ties": self.ties, "meta": self.meta, "device": self.device.type}
+
+    def on_one_kind(self, notes: Sequence[Mapping[str, Any]]) -> "Inspected":
+        """Return it with shapes only put on rank 0's type of device; refuse values on different types.
+
+        Ranks that communicate over different backends would wait for each other.
+        """
+        kind = notes[0]["device"]
+        for rank, note in enumerate(notes):
+            if note["device"] != kind and not note["meta"]:
+                raise ValueError(f"params: are on {note['device']} on rank {rank}, on {kind} on rank 0; choose one")
+        if self.device.type == kind:
+            return self
+        device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return self._replace(device=device)
+
 
 def inspect(params: Tree, opt: Optimizer, axis: Axis, block_names: Sequence[str], shared: frozenset[str]) -> Inspected:
     """Check a tree of parameters and take it apart.
@@ -69,6 +87,7 @@ def inspect(params: Tree, opt: Optimizer, axis: Axis, block_names: Sequence[str]
     if again:
         raise ValueError(f"params: two leaves have one plain path {again[0]!r}; rename a key")
     device, meta = _device(found, axis)
+    axis.check_device(device)
     whole = outline(params)
     with_blocks, blocks = _cut_blocks(params, whole, block_names, shared)
     labels = _labels(params, opt)

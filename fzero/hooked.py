@@ -35,7 +35,7 @@ from fzero.means import clip_factor, control, divided, read_loss
 from fzero.precision import Precision
 from fzero.rule import Optimizer
 from fzero.state import Mean, Metrics
-from fzero.taken import Settings, take
+from fzero.taken import Settings, Taken, take
 from fzero.units import Units
 
 
@@ -106,9 +106,13 @@ class HookedZero:
     ) -> None:
         self._axis = axis_of(mesh)
         settings = Settings(stage, bucket_bytes, clip_norm, buffer_policy, precision)
-        taken, _, _ = agree(
-            self._axis, "HookedZero", lambda: take(module, opt, units, settings), lambda found: found.digest(settings)
-        )
+
+        def check() -> Taken:
+            taken = take(module, opt, units, settings)
+            self._axis.check_device(taken.trained[0].device)
+            return taken
+
+        taken, _, _ = agree(self._axis, "HookedZero", check, lambda found: found.digest(settings))
         self.module = module
         self._opt, self._settings, self._taken, self._stage = opt, settings, taken, stage
         self._device = taken.trained[0].device

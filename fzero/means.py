@@ -8,7 +8,7 @@ from torch import Tensor
 from fzero.axis import Axis
 from fzero.comm import sum_over_ranks
 from fzero.rule import wide
-from fzero.state import Mean
+from fzero.state import Mean, counted_by
 
 
 def control(
@@ -60,7 +60,7 @@ def read_loss(loss: Tensor | Mean, before: type | None) -> tuple[Tensor, Tensor]
         )
     if before is not None and (before is Mean) != isinstance(loss, Mean):
         raise ValueError("loss: fzero.Mean and plain losses in one step do not add up; use one of them")
-    counted = torch.as_tensor(count, device=total.device).detach().to(torch.float64)
+    counted = counted_by(count, total.device)
     if counted.ndim:
         raise ValueError(f"loss: Mean.count must be 0-d, got shape {tuple(counted.shape)}")
     return total, counted

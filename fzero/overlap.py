@@ -88,6 +88,8 @@ def compile_options(stage: int, overlap: Overlap, outside: int) -> dict[str, Any
     """
     known = config.get_config_copy() if hasattr(config, "get_config_copy") else {}
     options: dict[str, Any] = {key: value for key, value in ORDER_KEPT.items() if key in known and stage > 1}
+    # whatever is set for all compilations: a graph that is replayed would overwrite what earlier steps returned
+    options["triton.cudagraphs"] = False
     if "unsafe_marked_cacheable_functions" in known:
         options["unsafe_marked_cacheable_functions"] = dict.fromkeys(CACHEABLE, _source())
     if "post_grad_custom_post_pass" in known:

@@ -39,6 +39,8 @@ class Recomputed:
         self.treespec: Any = None
         self.constants: list[Any] = []
         self.outputs = 0
+        self.drawn: list[list[Any]] = []
+        """What random operations returned in forward: None for each tensor (they are kept apart), (value,) else."""
 
     def flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the function; its output tensors, with what rebuilds the output tree kept aside."""
@@ -70,7 +72,7 @@ def _apply(call: Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
                 _, _, outputs = torch.func.vjp(  # type: ignore[misc]  # has_aux adds a third
                     lambda idle: (idle, call.flat(inputs)), torch.zeros(()), has_aux=True
                 )
-            call.outputs = len(outputs)
+            call.outputs, call.drawn = len(outputs), record.shapes
             return (*outputs, *record.drawn)
 
         @staticmethod
@@ -93,7 +95,7 @@ def _apply(call: Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
                 filled = list(inputs)
                 for place, variable in zip(places, variables, strict=True):
                     filled[place] = variable
-                with _Replay(drawn):
+                with _Replay(drawn, call.drawn):
                     outputs = [out for out in call.flat(filled) if _differentiable(out)]
                 return _weighted_sum(outputs, wanted)
 
@@ -118,8 +120,15 @@ def _differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _is_random(operation: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in operation.tags
+def _is_random(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation draws; attention does not if its dropout is 0, whatever its tag says."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    for place, argument in enumerate(operation._schema.arguments):  # noqa: SLF001
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given)
+    return True
 
 
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -128,32 +137,33 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn: list[Tensor] = []
+        self.shapes: list[list[Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _is_random(func):
+        if _is_random(func, args, kwargs or {}):
+            outputs = list(result) if isinstance(result, (tuple, list)) else [result]
             # a copy: an operation in place, or a later one on its result, would change what is kept
-            self.drawn += [out.clone() for out in _tensors(result)]
+            self.drawn += [out.clone() for out in outputs if isinstance(out, Tensor)]
+            # CUDA's attention returns sizes, and nothing in place of some tensors
+            self.shapes.append([None if isinstance(out, Tensor) else (out,) for out in outputs])
         return result
 
 
 class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Returns what was drawn in forward, in the same order, instead of drawing again."""
 
-    def __init__(self, drawn: Sequence[Tensor]) -> None:
+    def __init__(self, drawn: Sequence[Tensor], shapes: Sequence[list[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # operations arrive here below every transform of torch.func
         self.drawn = iter([torch.func.debug_unwrap(tensor) for tensor in drawn])
+        self.shapes = iter(shapes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _is_random(func):
+        if not _is_random(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
+        shape = next(self.shapes)
         if func._schema.is_mutable:  # noqa: SLF001  (bernoulli_ and its like write into their first argument)
             return args[0].copy_(next(self.drawn))
-        returns = func._schema.returns  # noqa: SLF001
-        values = tuple(next(self.drawn).clone() for _ in returns)
-        return values[0] if len(returns) == 1 else values
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    return list(result) if isinstance(result, (tuple, list)) else [result]
+        values = tuple(next(self.drawn).clone() if rest is None else rest[0] for rest in shape)
+        return values[0] if len(func._schema.returns) == 1 else values  # noqa: SLF001

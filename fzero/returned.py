@@ -6,7 +6,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.state import Mean
+from fzero.state import Mean, counted_by
 from fzero.tree import Tree, paths_and_leaves, show_path, structure
 
 
@@ -32,7 +32,7 @@ def read(result: Any, buffers: Tree, *, has_buffers: bool, has_aux: bool) -> tup
         raise ValueError(f"loss_fn: the loss must be 0-d, got shape {tuple(total.shape)}; take its mean")
     if not isinstance(count, (Tensor, int, float)):
         raise TypeError(f"loss_fn: Mean.count must be a 0-d tensor or a number, got {_describe(count)}")
-    counted = torch.as_tensor(count, device=total.device).detach().to(torch.float64)
+    counted = counted_by(count, total.device)
     if counted.ndim:
         raise ValueError(f"loss_fn: Mean.count must be 0-d, got shape {tuple(counted.shape)}")
     new_buffers = parts[1] if has_buffers else buffers

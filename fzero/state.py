@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from fzero.tree import Tree
@@ -59,6 +60,14 @@ class Mean(NamedTuple):
     """0-d floating: the sum of the losses."""
     count: Tensor | float  # type: ignore[assignment]  # the contract's name hides tuple.count
     """0-d: how many of them."""
+
+
+def counted_by(count: Tensor | float, device: torch.device) -> Tensor:
+    """Return a count, a tensor or a number, as a float64 tensor on a device, and without a graph."""
+    if isinstance(count, Tensor):
+        return count.detach().to(device, torch.float64)
+    # filled on the device: a copy from CPU could not be recorded in a CUDA graph
+    return torch.full((), count, dtype=torch.float64, device=device)
 
 
 class Parts(NamedTuple):

@@ -43,7 +43,9 @@ class Taken(NamedTuple):
 
     def digest(self, settings: Settings) -> str:
         """Return what all ranks must agree on."""
-        return f"{self.structure}; units {[name for name, _ in self.units]}; {settings}"
+        return (
+            f"on {self.trained[0].device.type}; {self.structure}; units {[name for name, _ in self.units]}; {settings}"
+        )
 
 
 def take(module: Any, opt: Any, units: Any, settings: Settings) -> Taken:

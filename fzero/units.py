@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from fzero.agree import agree
-from fzero.axis import Axis
+from fzero.axis import Axis, with_own_group
 from fzero.flats import Flat
 
 
@@ -57,7 +56,7 @@ class Units:
     """
 
     def __init__(self, units: Sequence[tuple[str, nn.Module]], flats: Sequence[Flat], axis: Axis) -> None:
-        self._axis = _own_group(axis)
+        self._axis = with_own_group(axis)
         self._outside = [flat for flat in flats if flat.bucket.block is None]
         self._units: list[Unit] = []
         self._home: dict[int, Unit] = {}
@@ -204,13 +203,6 @@ class Units:
 
     def _agree_on(self, unit: Unit) -> None:
         agree(self._axis, "a unit gathered once more", lambda: None, lambda _: f"{unit.name!r} after {self._gathers}")
-
-
-def _own_group(axis: Axis) -> Axis:
-    if axis.size == 1:
-        return axis
-    group = dist.new_group(dist.get_process_group_ranks(axis.process_group))
-    return dataclasses.replace(axis, group=group.group_name, process_group=group)  # type: ignore[union-attr]
 
 
 def _before(units: weakref.ref[Units], number: int) -> Any:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.agree import agree
-from fzero.axis import axis_of
-from fzero.batch import describe_batch, leading_dim, micro_batches
+from fzero.axis import axis_of, with_own_group
+from fzero.batch import describe_batch, leading_dim, micro_batches, placed
 from fzero.binding import Binding, bind
 from fzero.comm import gather, new_token
 from fzero.compiling import Queue
@@ -167,17 +167,17 @@ class Zero:
                 f"compile {self._compile}, has_aux {self._has_aux}, donate {self._donate}"
             )
 
-        inspected, digest, notes = agree(
-            self._axis, "init", check, describe, lambda found: {"ties": found.ties, "meta": found.meta}
-        )
+        inspected, digest, notes = agree(self._axis, "init", check, describe, Inspected.notes)
         if notes[0]["meta"]:
             raise ValueError("params: all leaves of rank 0 are on meta, so there are no values to start from")
         ties = tuple(notes[0]["ties"])
         for rank, note in enumerate(notes):
             if not note["meta"] and tuple(note["ties"]) != ties:
                 raise ValueError(f"params: rank {rank} ties leaves {note['ties']}, rank 0 {notes[0]['ties']}")
+        inspected = inspected.on_one_kind(notes)
         if self._bound is None:
-            binding = bind(inspected, ties, self._axis, outline(params), self._bucket_bytes, self._precision)
+            gathers = with_own_group(self._axis) if self._gathers_apart(inspected.device) else None
+            binding = bind(inspected, ties, self._axis, outline(params), self._bucket_bytes, self._precision, gathers)
             self._bound = (digest, self._program(binding, buffers))
         elif self._bound[0] != digest or self._bound[1].binding.ties != ties:
             raise ValueError(
@@ -192,12 +192,20 @@ class Zero:
         """Return what the optimizer makes of a few numbers: settings that differ between ranks show there."""
         found = []
         for label in sorted({leaf.label for leaf in inspected.leaves if leaf.label is not None}, key=repr):
-            param, gradient = torch.tensor([0.5, -2.0, 3.0]), torch.tensor([0.1, 0.2, -0.3])
+            # on CPU, wherever the parameters are: the digits are compared
+            param, gradient = torch.tensor([[0.5, -2.0, 3.0], [0.1, 0.2, -0.3]], device="cpu").unbind()
             state = self._opt.init(param)
             for _ in range(2):
                 param, state = self._opt.update(gradient, state, param, labels=label)
             found.append(f"{type(state).__name__} {[f'{value:.5g}' for value in param.tolist()]}")
         return ", ".join(found)
+
+    def _gathers_apart(self, device: torch.device) -> bool:
+        """Return whether blocks are gathered over a group of their own, to overlap with scatters.
+
+        NCCL runs the collectives of one group one after the other.
+        """
+        return self._stage == 3 and self._axis.native and device.type == "cuda"
 
     def _program(self, binding: Binding, buffers: Tree) -> Program:
         probe = torch.empty(7)  # a shape that no scalar of an optimizer has
@@ -240,7 +248,7 @@ class Zero:
             batch is raised on all ranks.
         """
         program = self._ready(state)
-        micros = self._micro_batches(batch)
+        micros = self._micro_batches(batch, state.step.device)
         parts = to_parts(state, program.opt_like)
         if len(micros) == 1:
             new, loss, norm, skipped, step, aux = self._run(program, "whole", parts, micros[0])
@@ -300,7 +308,7 @@ class Zero:
         Leaves that are carried unchanged have None. Communicates what a step does and gathers every bucket once more.
         """
         program = self._ready(state)
-        micros = self._micro_batches(batch)
+        micros = self._micro_batches(batch, state.step.device)
         parts = to_parts(state, program.opt_like)
         sums, totals, _ = self._accumulated(program, parts, micros)
         reduced = program.reduce(sums)
@@ -321,6 +329,7 @@ class Zero:
                 raise TypeError(f"loss_fn: must be a function, got {type(loss_fn).__name__}")
             program = replace(program, loss_fn=loss_fn)
         leading_dim(batch, 1)
+        batch = placed(batch, state.step.device)
         return self._run(program, "mean_loss", to_parts(state, program.opt_like), batch)  # type: ignore[no-any-return]
 
     # --- full trees ------------------------------------------------------------------------------------------------
@@ -366,18 +375,16 @@ class Zero:
             )
         return program
 
-    def _micro_batches(self, batch: Tree) -> list[Tree]:
+    def _micro_batches(self, batch: Tree, device: torch.device) -> list[Tree]:
+        def check() -> tuple[int, Tree]:
+            return leading_dim(batch, self._accumulate), placed(batch, device)
+
         if self._batch_agreed:
-            size = leading_dim(batch, self._accumulate)
+            size, here = check()
         else:
-            size, _, _ = agree(
-                self._axis,
-                "the first step",
-                lambda: leading_dim(batch, self._accumulate),
-                lambda _: describe_batch(batch),
-            )
+            (size, here), _, _ = agree(self._axis, "the first step", check, lambda _: describe_batch(batch))
             self._batch_agreed = True
-        return micro_batches(batch, size, self._accumulate)
+        return micro_batches(here, size, self._accumulate)
 
 
 def _kinds(state: State) -> tuple[Any, list[tuple[torch.Size, torch.dtype]]]:
@@ -398,6 +405,11 @@ def _check_numbers(clip_norm: Any, accumulate: Any, bucket_bytes: Any) -> None:
 def _check_choices(buffer_policy: Any, flags: dict[str, Any]) -> None:
     if buffer_policy not in POLICIES:
         raise ValueError(f"buffer_policy: must be one of {', '.join(POLICIES)}, got {buffer_policy!r}")
+    if isinstance(flags["compile"], str):
+        raise TypeError(
+            f"compile: must be True or False, got {flags['compile']!r}. Modes of torch.compile are not taken; "
+            "reduce-overhead (CUDA graphs) would hand out tensors that the next step overwrites"
+        )
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: must be True or False, got {value!r}")
