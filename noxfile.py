@@ -92,6 +92,13 @@ def long(session: nox.Session) -> None:
 
 
 @nox.session(requires=["fzero"], venv_backend="none", default=False)
+def gpu(session: nox.Session) -> None:
+    """On a machine with a CUDA device: run the tests that need one, then measure (under 5 minutes)."""
+    run(session, "pytest", "-m", "gpu", *session.posargs)
+    session.run(str(interpreter), "examples/gpu_report.py")
+
+
+@nox.session(requires=["fzero"], venv_backend="none", default=False)
 def accept(session: nox.Session) -> None:
     """Run every example at its full length (minutes each), or those named: ``nox -s accept -- train_gpt``."""
     plots = session.cache_dir.absolute() / "accept"
@@ -101,13 +108,15 @@ def accept(session: nox.Session) -> None:
     # arguments of each run, with the result that an example's docstring promises where it asserts less by itself
     resnet = ("--data", "digits", "--stage", "2", "--at-least", "0.95", "--engine")
     runs: dict[str, list[tuple[str, ...]]] = {
+        # that it works; what it measures is measured by the session gpu
+        "gpu_report": [("--device", "cpu", "--budget", "1000", "--out", str(plots / "gpu_report.md"))],
         "benchmark": [(*small, "--plot", str(plots / "benchmark.png"))],
         "train_gpt": [("--below", "2.5", "--plot", str(plots / "train_gpt.png"))],
         "train_resnet": [
             (*resnet, kind, "--plot", str(plots / f"train_resnet-{kind}.png")) for kind in ("hooked", "functional")
         ],
     }
-    shared = {"launch", "peers", "meters"}  # no programs
+    shared = {"launch", "peers", "meters", "checkout", "gpu_model", "gpu_shards"}  # no programs
     programs = sorted(program.stem for program in Path("examples").glob("*.py") if program.stem not in shared)
     for name in session.posargs or programs:
         for arguments in runs.get(name, [()]):
