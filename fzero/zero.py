@@ -62,7 +62,7 @@ class Zero:
         What happens to floating buffers across ranks at the end of a step: "rank0" (rank 0's values everywhere),
         "mean", or "none" (every rank keeps its own). Others are never averaged.
     compile
-        Compile the step with ``torch.compile(fullgraph=True)``.
+        Compile the step with ``torch.compile(fullgraph=True)``, without CUDA graphs: what they return is overwritten.
     overlap
         Where the compiled step has its collectives; it never changes the numbers.
     has_aux
@@ -141,13 +141,14 @@ class Zero:
         by logical order and come back contiguous. Integer and bool leaves are carried unchanged. Tied leaves (the same
         memory, shape and strides) are one leaf. Leaves may be on meta on the ranks other than 0.
 
-        Communicates a digest of tree and settings through the store, then every bucket, from rank 0 (broadcast).
+        Communicates a digest of tree and settings through the store, then every bucket, from rank 0 (broadcast). In
+        stage 3 on NCCL it first makes a process group over the same ranks, for gathers.
 
         Raises
         ------
         TypeError, ValueError
-            On every rank, if any rank's tree is refused, if the ranks' trees or settings differ, or if the structure is
-            not that of an earlier `init` of this engine.
+            On every rank, if any rank's tree is refused, if the ranks' trees, settings or kinds of device differ, if
+            the process group does not communicate there, or if the structure is not that of an earlier `init`.
         """
 
         def check() -> Inspected:
@@ -233,8 +234,9 @@ class Zero:
         """Run one training step. Collective.
 
         `batch` is this rank's own: a tree of tensors with one leading dim, split evenly into `accumulate`
-        micro-batches. A gradient that is not finite on any rank makes the step the identity on all of them, and
-        ``metrics.skipped`` true. With `donate` the old state's memory holds the new state.
+        micro-batches. Leaves on CPU are moved to the state's device, from pinned memory without waiting: do not write
+        there before the step is done. A gradient that is not finite on any rank makes the step the identity on all of
+        them, and ``metrics.skipped`` true. With `donate` the old state's memory holds the new state.
 
         Communicates, for S bytes of buckets and A micro-batches, times (N-1)/N: stages 0 and 1 2S, stage 2 (A+1)S,
         stage 3 3A times the block buckets and A+1 times the rest; besides one all-gather of 32 bytes and one
@@ -244,8 +246,8 @@ class Zero:
         ------
         TypeError, ValueError
             If the state is not of this engine, or the batch is not a tree of tensors with one leading dim that
-            `accumulate` divides, or `loss_fn` does not return what it must. At the first step a fault in one rank's
-            batch is raised on all ranks.
+            `accumulate` divides, on CPU or on the state's device, or `loss_fn` does not return what it must. At the
+            first step a fault in one rank's batch is raised on all ranks.
         """
         program = self._ready(state)
         micros = self._micro_batches(batch, state.step.device)
