@@ -67,6 +67,16 @@ class Size:
         return self.tokens * (6.0 * self.weights + 12.0 * self.layers * self.width * self.context)
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend causally; in float64 by the formula, since torch 2.11 compiles its kernel for that wrongly on CPU."""
+    if query.dtype != torch.float64:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    out: Tensor = scores.masked_fill(later, float("-inf")).softmax(-1) @ value
+    return out
+
+
 class Block(nn.Module):
     """Pre-norm attention and MLP: (batch, time, width) to the same."""
 
@@ -80,7 +90,7 @@ class Block(nn.Module):
         """Apply the block."""
         heads = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_WIDTH))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = attend(query, key, value)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
         return out
