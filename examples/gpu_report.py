@@ -297,6 +297,8 @@ class Report:
             if self.has_time(f"memory of one rank of {ranks}, stage {stage}, {way}"):
                 self.show_shard(held(self.size, ranks, stage, self.memory, compiled=compiled), way)
         self.say("\nBeyond the formula of state: activations, temporaries, and buckets or blocks under way.")
+        if compiled and self.device.type == "cpu":
+            self.say("On CPU what compiling leaves behind, some MB, counts too.")
 
     def show_shard(self, found: Held, way: str) -> None:
         """Write one row."""
