@@ -15,7 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed import fake_pg
 from trees import differing, named, numbers
@@ -300,8 +300,8 @@ def queued(rank: int, world: int, one_device: bool) -> tuple[int, float]:  # noq
         started = time.monotonic()
         if rank and one_device:
             time.sleep(0.5)  # rank 0 is the first
-        with queue():
-            queue.wait(None)
+        with queue("whole", first=False):
+            queue.wait(fx.Graph())
             turns = len(queue._done)
             if not rank:
                 time.sleep(1.5)  # compiles
