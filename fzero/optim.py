@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fzero.rule import At, Choice, Optimizer, Rule, add, lift, scale, wide
 from fzero.schedule import Schedule, number
+from fzero.trace import once
 
 
 class AdamWState(NamedTuple):
@@ -274,9 +275,9 @@ def _adam(
         exp_avg = torch.lerp(moments[0], grad, 1 - beta1)
         exp_avg_sq = torch.addcmul(moments[1] * beta2, grad, grad, value=1 - beta2)
         own = wide(param.dtype)
-        root = shared[1].to(param.device, own)
+        root = once(shared[1].to(param.device, own))
         denominator = (exp_avg_sq.sqrt().to(own) / root).to(param.dtype) + eps
-        move = (at.rate / -shared[0]).to(param.device, own) * exp_avg.to(own) / denominator.to(own)
+        move = once((at.rate / -shared[0]).to(param.device, own)) * exp_avg.to(own) / denominator.to(own)
         return (param.to(own) + move).to(param.dtype), exp_avg, exp_avg_sq
 
     return lift(Rule(name, AdamWState, 2, shared, leaf), *choices)

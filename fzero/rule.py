@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.schedule import Schedule, number
+from fzero.trace import once
 from fzero.tree import show_path
 
 # a tree of bools or floats, or a function of (path, leaf); None stands for the same on every leaf
@@ -77,7 +78,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def scale(tensor: Tensor, factor: Tensor) -> Tensor:
     """Return tensor * factor, rounded once, for a 0-d float64 factor (which would promote a 0-d leaf)."""
     own = wide(tensor.dtype)
-    return (tensor.to(own) * factor.to(tensor.device, own)).to(tensor.dtype)
+    return (tensor.to(own) * once(factor.to(tensor.device, own))).to(tensor.dtype)
 
 
 def add(tensor: Tensor, other: Tensor, alpha: float | Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def add(tensor: Tensor, other: Tensor, alpha: float | Tensor) -> Tensor:
     own = wide(tensor.dtype)
     if not isinstance(alpha, Tensor):
         alpha = torch.full((), alpha, dtype=torch.float64, device=tensor.device)
-    factor = alpha.to(tensor.device, tensor.dtype).to(own)
+    factor = once(alpha.to(tensor.device, tensor.dtype).to(own))
     return torch.addcmul(tensor.to(own), other.to(own), factor).to(tensor.dtype)
 
 

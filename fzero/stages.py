@@ -31,7 +31,7 @@ from fzero.precision import Precision
 from fzero.returned import read
 from fzero.rule import Optimizer, wide
 from fzero.state import Parts
-from fzero.trace import forward_done
+from fzero.trace import forward_done, once
 from fzero.tree import Outline, Tree, build
 from fzero.turns import Pass, Turns
 
@@ -349,9 +349,9 @@ def divided(gradient: Tensor, count: Tensor, clip: Tensor | None = None) -> Tens
     A count of tokens would overflow in float16, and be rounded in bfloat16.
     """
     own = wide(gradient.dtype)
-    mean = gradient.to(own) / count.to(own)
+    mean = gradient.to(own) / once(count.to(own))
     if clip is not None:
-        mean = mean * clip.to(own)
+        mean = mean * once(clip.to(own))
     return mean.to(gradient.dtype)
 
 

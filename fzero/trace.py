@@ -1,4 +1,4 @@
-"""Two ways to keep Dynamo out of a function, typed; a mark that the compiled graph carries."""
+"""Two ways to keep Dynamo out of a function, typed; what the compiled graph is told beside the numbers."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -46,3 +46,12 @@ class _Done(torch.autograd.Function):
 def forward_done(loss: torch.Tensor) -> torch.Tensor:
     """Return the loss, as an operation that says in the graph: forward ends here, what follows is backward."""
     return _Done.apply(loss)  # type: ignore[no-any-return]
+
+
+def once(scalar: torch.Tensor) -> torch.Tensor:
+    """Return a 0-d tensor, which a compiled graph computes once, before the loops that use it.
+
+    Inductor would put what makes it into each of these loops, and compute a power for every vector of elements. It
+    gives memory of its own to whatever `as_strided` is taken of; nothing else comes of that.
+    """
+    return scalar.as_strided((), ()) if torch.compiler.is_compiling() else scalar

@@ -19,6 +19,7 @@ TRAIN_RESNET = [str(ROOT / "examples" / "train_resnet.py"), "--data", "digits", 
 FEW_IMAGES = ["--width", "16", "--batch", "32", "--batches", "12", "--epochs", "1", "--rate", "0.003"]
 ENGINES = ("hooked", "functional")
 COMPARE = [str(ROOT / "examples" / "compare_engines.py"), "--device", "cpu"]
+ADAMW = [str(ROOT / "examples" / "benchmark_adamw.py")]
 BENCHMARK = [str(ROOT / "examples" / "benchmark.py"), "--device", "cpu"]
 PEERS = ["ddp", "zero-redundancy", "fsdp2", "hooked-2", "zero-2", "zero-2-compiled"]
 FEW_STEPS = ["--layers", "2", "--width", "64", "--context", "32", "--batch", "2", "--warmup", "2"]
@@ -67,6 +68,7 @@ def losses(output: str) -> tuple[float, float]:
         pytest.param([*TRAIN_GPT, "--ranks", "2"], id="two-ranks"),
         pytest.param([*TRAIN_GPT, "--ranks", "1", "--accumulate", "2", "--dropout", "0.1"], id="one-process"),
         pytest.param([*TORCHRUN, *TRAIN_GPT, "--stage", "3"], id="torchrun"),
+        pytest.param([*TRAIN_GPT, "--precision", "bf16"], id="bf16"),
         pytest.param([*TRAIN_GPT, "--stage", "3", "--compile"], id="compiled"),
     ],
 )
@@ -215,3 +217,23 @@ def test_benchmark_refuses_bad_arguments() -> None:
         assert code == 2, output
         assert message in output
         assert "Traceback" not in output
+
+
+def test_benchmark_adamw_compares_updates_that_do_the_same() -> None:
+    code, output = run([*ADAMW, "--elements", "100003", "--rounds", "3"])
+    assert code == 0, output
+    rows = re.findall(r"^(.+), (fused|foreach|compiled|eager) +[\d.]+ +([\d.]+)$", output, re.MULTILINE)
+    assert [row[:2] for row in rows] == [
+        ("torch", "fused"),
+        ("torch", "foreach"),
+        ("fzero", "compiled"),
+        ("fzero", "eager"),
+    ]
+    assert float(rows[0][2]) == 1
+    assert "all rows agree within 1e-05 after 6 steps" in output
+
+
+def test_benchmark_adamw_fails_when_the_compiled_update_is_too_slow() -> None:
+    code, output = run([*ADAMW, "--elements", "1000", "--rounds", "2", "--at-most", "0.000001"])
+    assert code == 1, output
+    assert "AssertionError: the compiled update takes" in output
