@@ -14,7 +14,7 @@ It shares layout, optimizers and collectives with `fzero.Zero` and gives the sam
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ from fzero.rule import Optimizer
 from fzero.state import Mean, Metrics
 from fzero.taken import Settings, Taken, take
 from fzero.units import Units
+from fzero.update import accept, update_bucket
 
 
 class HookedZero:
@@ -259,7 +260,11 @@ class HookedZero:
         clip = clip_factor(norm, self._settings.clip_norm)
         norm_dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in reduced) else torch.float32
         for number, flat in enumerate(self._flats):
-            self._update(number, flat, divided(reduced[number], count, clip), skipped)
+
+            def mean(gradient: Tensor, dtype: torch.dtype = flat.owned.dtype) -> Tensor:
+                return divided(gradient, count, clip).to(dtype)
+
+            self._update(number, flat, reduced[number], mean, skipped)
         if self._units is not None:
             self._units.free_outside()
         self._buffers.update(skipped)
@@ -272,17 +277,26 @@ class HookedZero:
         if self._kind is None:
             raise ValueError(f"{what}: there is no gradient since the last step; call backward(loss) first")
 
-    def _update(self, number: int, flat: Flat, mean: Tensor, skipped: Tensor) -> None:
-        """Run the optimizer on one bucket and, if parameters stay gathered, gather it."""
-        mean = mean.to(flat.owned.dtype)
+    def _update(
+        self, number: int, flat: Flat, gradient: Tensor, mean: Callable[[Tensor], Tensor], skipped: Tensor
+    ) -> None:
+        """Run the optimizer on one bucket, given its summed gradient, and gather it if parameters stay gathered."""
+        leaves, treespec = optree.tree_flatten(self._opt_states[number])
+
+        def update(gradient: Tensor, leaves: list[Tensor], param: Tensor) -> tuple[Tensor, list[Tensor]]:
+            state = optree.tree_unflatten(treespec, leaves)
+            param, state = self._opt.update(gradient, state, param, labels=flat.bucket.label)
+            return param, optree.tree_leaves(state)
+
         if self._stage == 0:
-            mean = gather(mean, new_token(mean), self._axis)[0]
-        owned, state = flat.owned, self._opt_states[number]
-        new, new_state = self._opt.update(mean, state, owned, labels=flat.bucket.label)
-        owned.copy_(torch.where(skipped, owned, new))
-        optree.tree_map_(lambda old, value: old.copy_(torch.where(skipped, old, value)), state, new_state)
+            gradient = mean(gradient)
+            gradient, mean = gather(gradient, new_token(gradient), self._axis)[0], lambda whole: whole
+        _, new = update_bucket(update, gradient, mean, (flat.owned, leaves), skipped, donate=True)
+        for old, value in zip(leaves, new, strict=True):
+            if old is not value:  # what all buckets share
+                accept(skipped, old, value, old)
         if self._stage == 0 and not flat.exact:
-            flat.full.copy_(owned)
+            flat.full.copy_(flat.owned)
         elif self._stage in (1, 2) and not (flat.exact and self._axis.size == 1):
             flat.gather(self._axis)
         flat.changed()

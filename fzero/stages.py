@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from fzero.axis import Axis
 from fzero.batch import cast_inputs
 from fzero.binding import Binding, sharded_entry
 from fzero.comm import anchor, gather, new_token, scatter, share_buffers, sum_over_ranks
@@ -34,6 +35,7 @@ from fzero.state import Parts
 from fzero.trace import forward_done, once
 from fzero.tree import Outline, Tree, build
 from fzero.turns import Pass, Turns
+from fzero.update import accept, update_bucket
 
 RECOMPUTED_OTHERWISE = (
     "loss_fn: a part of it computed something else when it ran again in backward. Inside a module's forward, whose "
@@ -60,7 +62,7 @@ class Given(NamedTuple):
     buffers: Tree
     batch: Tree
     sums: Sequence[Tensor] | None = None
-    """Where the scattered gradients of stages 2 and 3 are added; without, they are returned."""
+    """Where the gradients of a micro-batch are added, in stages 2 and 3 scattered; without, they are returned."""
     turn: Pass | None = None
     """When blocks are gathered, in eager stage 3."""
 
@@ -126,17 +128,19 @@ class Program:
         token = new_token(variables[0]) if variables else None
         for number in self.scatter_order(turn):
             bucket, variable = binding.layout.buckets[number], variables[number]
-            if self.stage < 2:
+            into = None if sums is None else sums[number]
+            if self.stage < 2 and into is None:
                 gathered[number] = variable
                 continue
-            into = None if sums is None else sums[number]
-            proxies[number], token = anchor(variable, token, binding.axis, into, bucket.compute)  # type: ignore[arg-type]
+            # stages 0 and 1 add to their sums bucket by bucket too, among no other ranks than this one
+            ranks = binding.axis if self.stage >= 2 else Axis()
+            proxies[number], token = anchor(variable, token, ranks, into, bucket.compute)  # type: ignore[arg-type]
             if not binding.is_sharded(bucket, self.stage):
                 gathered[number] = fulls[number]
             elif turn is not None and proxies[number].grad_fn is not None:
                 block = cast("int", bucket.block)
                 proxies[number].grad_fn.register_prehook(lambda _, block=block: turn.catch_up(block))  # type: ignore[union-attr]
-        leaves = binding.leaves_of(gathered, fixed, proxies if self.stage >= 2 else None)
+        leaves = binding.leaves_of(gathered, fixed, proxies or None)
         tree = self.tree(leaves, shards, proxies, turn)
         result = self.loss_fn(tree, buffers, batch) if self.has_buffers else self.loss_fn(tree, batch)
         if turn is not None:
@@ -221,17 +225,18 @@ class Program:
 
     # --- reduction and update --------------------------------------------------------------------------------------
 
-    def reduce(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum over ranks of this rank's shard of every gradient; the last bucket's first."""
+    def reduce(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return the sum over ranks of this rank's shard of every gradient; takes them, the last bucket's first."""
         if self.stage >= 2:
             return list(gradients)
         reduced = []
-        for bucket, gradient in reversed(list(zip(self.binding.layout.buckets, gradients, strict=True))):
+        for bucket in reversed(self.binding.layout.buckets):
+            gradient = gradients.pop()  # and its memory is free once it is scattered
             dtype = self.precision.reduced(bucket.compute)
             reduced.append(scatter(gradient, new_token(gradient), self.binding.axis, dtype)[0])
         return reduced[::-1]
 
-    def finish(self, parts: Parts, gradients: Sequence[Tensor], totals: Totals) -> tuple[Any, ...]:
+    def finish(self, parts: Parts, gradients: list[Tensor], totals: Totals) -> tuple[Any, ...]:
         """Reduce, agree, clip, update; return (new parts or None when donated, loss, norm, skipped, step)."""
         reduced = self.reduce(gradients)
         loss, norm, bad, count = self.control(reduced, totals)
@@ -241,14 +246,11 @@ class Program:
         moments: list[list[Tensor]] = [[] for _ in self.opt_like]
         shared = list(parts.opt_leaves)
         for number, gradient in enumerate(reduced):
-            mean = divided(gradient, count, clip).to(parts.shards[number].dtype)
-            if self.stage == 0:
-                mean = gather(mean, new_token(mean), self.binding.axis)[0]
-            shard, leaves = self.update(number, mean, parts)
-            shards.append(self.accept(skipped, parts.shards[number], shard))
+            shard, leaves = self.update(number, gradient, parts, (count, clip, skipped))
+            shards.append(shard)
             for place, like in enumerate(self.opt_like):
                 if like:
-                    moments[place].append(self.accept(skipped, parts.opt_leaves[place][number], leaves[place]))
+                    moments[place].append(leaves[place])
                 else:
                     shared[place] = leaves[place]
         # what all buckets share (the step count) is written after the last of them has read it
@@ -278,18 +280,30 @@ class Program:
         count = torch.where(count > 0, count, torch.ones_like(count))
         return total / count, square.sqrt() / count, bad, count
 
-    def update(self, number: int, gradient: Tensor, parts: Parts) -> tuple[Tensor, list[Tensor]]:
-        """Run the optimizer on one bucket."""
-        bucket = self.binding.layout.buckets[number]
+    def update(
+        self, number: int, gradient: Tensor, parts: Parts, control: tuple[Tensor, Tensor | None, Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the optimizer on one bucket, given its summed gradient, and (count, clip, skipped)."""
+        count, clip, skipped = control
+        label, param = self.binding.layout.buckets[number].label, parts.shards[number]
+
+        def mean(gradient: Tensor) -> Tensor:
+            return divided(gradient, count, clip).to(param.dtype)
+
+        def update(gradient: Tensor, leaves: list[Tensor], param: Tensor) -> tuple[Tensor, list[Tensor]]:
+            param, state = self.opt.update(gradient, build(self.opt_outline, leaves), param, labels=label)
+            return param, optree.tree_leaves(state)
+
         mine = [leaf[number] if like else leaf for like, leaf in zip(self.opt_like, parts.opt_leaves, strict=True)]
-        state = build(self.opt_outline, mine)
-        shard, state = self.opt.update(gradient, state, parts.shards[number], labels=bucket.label)
-        return shard, optree.tree_leaves(state)
+        if self.stage == 0:
+            gradient = mean(gradient)
+            gradient = gather(gradient, new_token(gradient), self.binding.axis)[0]
+            return update_bucket(update, gradient, lambda whole: whole, (param, mine), skipped, donate=self.donate)
+        return update_bucket(update, gradient, mean, (param, mine), skipped, donate=self.donate)
 
     def accept(self, skipped: Tensor, old: Tensor, new: Tensor) -> Tensor:
         """Keep the old value of a skipped step; write into the old tensor if the state is donated."""
-        value = torch.where(skipped, old, new)
-        return old.copy_(value) if self.donate else value
+        return accept(skipped, old, new, old if self.donate else None)
 
     def new_buffers(self, skipped: Tensor, old: Tree, new: Tree) -> Tree:
         """Apply the buffer policy to floating buffers, with one collective, and the rule for skipped steps."""
@@ -319,13 +333,8 @@ class Program:
     def micro(self, parts: Parts, fulls: Sequence[Tensor], carried: tuple[Any, ...], batch: Tree) -> Totals:
         """One micro-batch: its gradients are added in place to those carried; the new totals are returned."""
         sums, total, count, buffers = carried
-        if self.stage >= 2:
-            # bucket by bucket, where each is scattered: all shards' gradients never live at once
-            _, totals = self.backward(parts, fulls, buffers, batch, sums)
-        else:
-            gradients, totals = self.backward(parts, fulls, buffers, batch)
-            for old, gradient in zip(sums, gradients, strict=True):
-                old.add_(gradient)
+        # bucket by bucket, where each is complete (and scattered): all gradients never live at once
+        _, totals = self.backward(parts, fulls, buffers, batch, sums)
         # (torch 2.11's Dynamo cannot trace _replace)
         return Totals(total + totals.total, count + totals.counted, *totals[2:])
 
