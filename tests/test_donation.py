@@ -95,13 +95,13 @@ def allocations(rank: int, world: int) -> list[str]:
             code, stayed = code_of(fzero.Zero(mlp_loss, opt, stage, **settings), rank)
         lines, what = body(code), f"W {world}, stage {stage}, clip {clip}, donate {donate}"
         flat, shard = flat_buffers(lines), BUCKET // world
-        # the packed gradient of each block; in stage 0 also the mean of a shard, which is gathered
+        # at most the packed gradient of each block; in stage 0 also the mean of a shard, which is gathered
         allowed = Counter({BUCKET: DEPTH})
         if stage == 0 and world > 1:
             allowed[shard] += DEPTH
         if not donate:
             allowed[shard] += 3 * DEPTH
-        if any(flat[size] != allowed[size] for size in {BUCKET, shard}):
+        if any(flat[size] > allowed[size] for size in {BUCKET, shard}) or flat[shard] < allowed[shard] * (not donate):
             found.append(f"{what}: allocates {flat}, not {allowed}")
         if stayed is not donate:
             found.append(f"{what}: the state {'stayed' if stayed else 'moved'}")
@@ -110,7 +110,7 @@ def allocations(rank: int, world: int) -> list[str]:
             found.append(f"{what}: returns beside scalars: {tensors}")
         length = BUCKET if stage == 0 else shard
         updates = [loop for loop in element_loops(code) if "sqrt()" in loop and f"<int64_t>({length}L)" in loop]
-        if len(updates) != DEPTH:
+        if sum(loop.count("sqrt()") for loop in updates) != DEPTH:  # one loop may update two buckets
             found.append(f"{what}: {len(updates)} loops update {DEPTH} buckets")
         found += [f"{what}: in a loop: {work}" for loop in updates for work in scalar_work(loop)[:1]]
     return found

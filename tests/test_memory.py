@@ -30,6 +30,8 @@ SCALARS = 16
 SLACK = 0.05
 """Of the bound: activations, scalars, Python's own."""
 BUCKET_BYTES = 2**20
+NOISE = 2**15
+"""Bytes: what Python's own objects may take more in one run than in another; a 32nd of a bucket."""
 
 
 # --- a model of 4 M parameters -----------------------------------------------------------------------------------
@@ -166,7 +168,8 @@ def check(found: dict[int, list[list[Held]]], *, at_once: bool, eager: bool) -> 
                 limit = bound(stage, world, seen, at_once=at_once, eager=eager)
                 assert seen.rest < seen.peak <= (1 + SLACK) * limit, (world, stage, seen.peak / limit, seen)
             peaks = [seen.peak for seen in everyone]
-            assert world == 1 or peaks == sorted(peaks, reverse=True), f"W {world}: a stage needs more than the last"
+            rises = [later - earlier for earlier, later in itertools.pairwise(peaks)]
+            assert world == 1 or max(rises) <= NOISE, f"W {world}: a stage needs more than the last: {peaks}"
     worlds = sorted(found)
     for fewer, more in itertools.pairwise(worlds):
         for stage in STAGES[1:]:
