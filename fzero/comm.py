@@ -34,8 +34,9 @@ def _all_gather(shard: Tensor, size: int, group: str) -> Tensor:
 def start_scatter(full: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Pending:
     """Launch the reduce-scatter of (N*C,), summed in `dtype` (its own), and return what `finish_scatter` waits for.
 
-    Until then `full` must not change. In a world of one it is what is returned. On gloo a rank sends another one at
-    most `MESSAGE_BYTES` in one message, or half as much again: a large one each way does not use both at once.
+    Until then `full` must not change. In a world of one it is what is returned. On gloo a rank sends another one a
+    piece of more than three times `MESSAGE_BYTES` in several messages: a large one each way does not use both at once.
+    They are copied for it, so that as much memory as `full` takes is used until all are sent.
     """
     if axis.size == 1:
         return (full,)
@@ -43,8 +44,8 @@ def start_scatter(full: Tensor, axis: Axis, dtype: torch.dtype | None = None) ->
         full = full.contiguous() if dtype is None else full.to(dtype).contiguous()
         return (_ops.reduce_scatter_tensor(full, "sum", axis.size, axis.group),)
     length = full.numel() // axis.size
-    messages = max(1, round(length * full.itemsize / MESSAGE_BYTES))
-    if messages == 1:
+    messages = -(-length * full.itemsize // MESSAGE_BYTES)
+    if messages <= 3:
         return (_exchange(full.contiguous(), axis),)
     columns = torch.split(full.reshape(axis.size, length), -(-length // messages), 1)
     return tuple(_exchange(column.reshape(-1), axis) for column in columns)
