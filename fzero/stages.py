@@ -333,8 +333,14 @@ class Program:
     def micro(self, parts: Parts, fulls: Sequence[Tensor], carried: tuple[Any, ...], batch: Tree) -> Totals:
         """One micro-batch: its gradients are added in place to those carried; the new totals are returned."""
         sums, total, count, buffers = carried
-        # bucket by bucket, where each is complete (and scattered): all gradients never live at once
-        _, totals = self.backward(parts, fulls, buffers, batch, sums)
+        if self.stage >= 2 or not torch.compiler.is_compiling():
+            # bucket by bucket, where each is complete (and scattered): all gradients never live at once
+            _, totals = self.backward(parts, fulls, buffers, batch, sums)
+        else:
+            # inductor packs and adds in one pass, which saves time; more gradients live meanwhile
+            gradients, totals = self.backward(parts, fulls, buffers, batch)
+            for old, gradient in zip(sums, gradients, strict=True):
+                old.add_(gradient)
         # (torch 2.11's Dynamo cannot trace _replace)
         return Totals(total + totals.total, count + totals.counted, *totals[2:])
 

@@ -289,10 +289,8 @@ class Zero:
         buckets = program.binding.layout.buckets
         # a micro-batch is handed what lies outside blocks
         outside = 0 if name == "micro" else sum(bucket.block is None for bucket in buckets)
-        # in every stage a micro-batch adds to its sums bucket by bucket, in the order of the graph
-        stage = max(self._stage, 2) if name == "micro" else self._stage
-        overlap = self._overlap.settled(stage, program.binding.layout, self._bucket_bytes)
-        options = {**compile_options(stage, overlap, outside), **self._queue.options()}
+        overlap = self._overlap.settled(self._stage, program.binding.layout, self._bucket_bytes)
+        options = {**compile_options(self._stage, overlap, outside), **self._queue.options()}
         compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options)
         try:
             with self._queue(name, first=True):

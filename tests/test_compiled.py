@@ -617,8 +617,9 @@ def check_accumulated_memory(rank: int, world: int, compile_it: bool) -> list[in
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "inductor"])
 def test_stage_2_with_micro_batches_saves_half_the_gradient(compile_it: bool) -> None:
     gradient = 4 * (DEPTH * BUCKET + 4 * WIDTH)
-    # stage 1 keeps the sum of all gradients, stage 2 this rank's half of it, and on gloo what comes while one is sent
-    comes = 4 * BUCKET
+    # stage 1 keeps the sum of all gradients, stage 2 this rank's half of it. Eagerly they need the same beside, but for
+    # what comes on gloo while a bucket is sent; compiled, stage 1 has more gradients alive before they are added
+    comes = 0 if compile_it else 4 * BUCKET
     for first, second in ranks.run(check_accumulated_memory, 2, compile_it, limit=LIMIT):
         assert first - second >= gradient / 2 - comes, (first / gradient, second / gradient)
 
