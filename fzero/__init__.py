@@ -3,7 +3,11 @@
 from fzero.block import Sharded as Sharded
 from fzero.block import block as block
 from fzero.block import remat as remat
+from fzero.export import export as export
 from fzero.hooked import HookedZero as HookedZero
+from fzero.loading import latest as latest
+from fzero.loading import load as load
+from fzero.manifest import CheckpointError as CheckpointError
 from fzero.module import from_module as from_module
 from fzero.optim import AdamWState as AdamWState
 from fzero.optim import LionState as LionState
@@ -16,6 +20,7 @@ from fzero.overlap import Overlap as Overlap
 from fzero.precision import Precision as Precision
 from fzero.rule import Label as Label
 from fzero.rule import Optimizer as Optimizer
+from fzero.saving import save as save
 from fzero.schedule import constant as constant
 from fzero.schedule import warmup_cosine as warmup_cosine
 from fzero.schedule import warmup_linear as warmup_linear

@@ -20,6 +20,7 @@ def agree(
     check: Callable[[], Found],
     digest: Callable[[Found], str],
     note: Callable[[Found], dict[str, Any]] = lambda _: {},
+    store: Any = None,
 ) -> tuple[Found, str, list[dict[str, Any]]]:
     """Run a check on every rank and raise everywhere if it fails anywhere or gives different digests.
 
@@ -37,6 +38,8 @@ def agree(
         Turns the result into a text that must be the same on all ranks.
     note
         Turns the result into JSON-like data that may differ and that all ranks get to know.
+    store
+        A client of the store of one's own, for another thread; None: the default one.
 
     Returns
     -------
@@ -47,12 +50,12 @@ def agree(
         found = check()
     except Exception as error:
         if axis.size > 1:
-            _exchange(axis, topic, {"fault": f"{type(error).__name__}: {error}", "digest": "", "note": {}})
+            _exchange(axis, topic, {"fault": f"{type(error).__name__}: {error}", "digest": "", "note": {}}, store)
         raise
     text = digest(found)
     # through JSON in a world of one too, so that notes look the same in every world
     report = json.loads(json.dumps({"fault": None, "digest": text, "note": note(found)}))
-    reports = [report] if axis.size == 1 else _exchange(axis, topic, report)
+    reports = [report] if axis.size == 1 else _exchange(axis, topic, report, store)
     for rank, other in enumerate(reports):
         if other["fault"]:
             raise ValueError(f"{topic}: rank {rank} failed with {other['fault']}")
@@ -70,9 +73,17 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
-def _exchange(axis: Axis, topic: str, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every rank's report: each rank writes its own, rank 0 collects them and writes the list."""
+def own_store() -> Any:
+    """Return another client of the default store: one that waits blocks all threads that use the same."""
     store = default_store()
+    clone = store.clone()
+    clone.set_timeout(store.timeout)
+    return clone
+
+
+def _exchange(axis: Axis, topic: str, report: dict[str, Any], store: Any = None) -> list[dict[str, Any]]:
+    """Return every rank's report: each rank writes its own, rank 0 collects them and writes the list."""
+    store = default_store() if store is None else store
     # counted in the store itself: how often this rank has come to this topic
     turn = store.add(f"fzero/{axis.group}/{topic}/turn/{axis.rank}", 1)
     base = f"fzero/{axis.group}/{topic}/{turn}"

@@ -1,7 +1,7 @@
 """A module's buffers: what ranks share of them, and what they were at the end of the last step."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,12 @@ class Buffers:
     def restore(self) -> None:
         """Put back what was kept: nothing since the last step counts."""
         for kept, buffer in zip(self._kept, self.now().values(), strict=True):
+            buffer.copy_(kept)
+
+    def replace(self, values: Mapping[str, Tensor]) -> None:
+        """Take other values, as from a checkpoint."""
+        for kept, (name, buffer) in zip(self._kept, self.now().items(), strict=True):
+            kept.copy_(values[name])
             buffer.copy_(kept)
 
     def update(self, skipped: Tensor) -> None:

@@ -148,6 +148,8 @@ class HookedZero:
         self._calls = Calls(module, {parameter: place for place, parameter in enumerate(taken.trained)})
         self._step = torch.zeros((), dtype=torch.int64, device=self._device)
         self._syncs, self._in_backward, self._fresh = True, False, True
+        self._saving: Any = None
+        """The handle of a save in the background."""
         self._begin_step()
 
     def _begin_step(self) -> None:

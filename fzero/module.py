@@ -21,7 +21,8 @@ class ModuleLoss:
     """The loss of a module as a pure function of its parameters (and buffers) and a batch.
 
     Made by `from_module`. `blocks` are the names of the submodules that stage 3 gathers as one; `shared` are the
-    parameters inside them that are reachable from elsewhere too and therefore count as outside.
+    parameters inside them that are reachable from elsewhere too and therefore count as outside; `ties` are the other
+    names of parameters, with the first of each.
     """
 
     casts_inputs = True
@@ -34,6 +35,7 @@ class ModuleLoss:
         self._units = _skeleton(module)
         names = tuple(blocks)
         shared = shared_parameters(self._units, names)
+        self.ties = tied_names(module)
         self.shared = frozenset(name for name, parameter in self._units.named_parameters() if parameter in shared)
         # a block whose parameters all count as outside (a module that stands in the list twice) is none
         self.blocks = tuple(
@@ -82,6 +84,13 @@ def _skeleton(module: nn.Module) -> nn.Module:
         empty = tensor.detach().to("meta")
         memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(module, memo)
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return every further name of a parameter, with its first."""
+    first: dict[nn.Parameter, str] = {}
+    names = [(name, first.setdefault(leaf, name)) for name, leaf in module.named_parameters(remove_duplicate=False)]
+    return {name: source for name, source in names if name != source}
 
 
 def shared_parameters(module: nn.Module, blocks: tuple[str, ...]) -> set[nn.Parameter]:

@@ -131,6 +131,8 @@ class Zero:
         self._batch_agreed = False
         self._expected: Any = None
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._saving: Any = None
+        """The handle of a save in the background."""
 
     # --- init ------------------------------------------------------------------------------------------------------
 
@@ -139,7 +141,8 @@ class Zero:
 
         Rank 0's values win on every rank. Leaves are floating tensors of any shape, dtype and stride; they are copied
         by logical order and come back contiguous. Integer and bool leaves are carried unchanged. Tied leaves (the same
-        memory, shape and strides) are one leaf. Leaves may be on meta on the ranks other than 0.
+        memory, shape and strides) are one leaf. Leaves may be on meta on the ranks other than 0; if they are on all
+        ranks, the state has no values, takes no memory, and serves for `fzero.load` only.
 
         Communicates a digest of tree and settings through the store, then every bucket, from rank 0 (broadcast). In
         stage 3 on NCCL it first makes a process group over the same ranks, for gathers.
@@ -169,8 +172,11 @@ class Zero:
             )
 
         inspected, digest, notes = agree(self._axis, "init", check, describe, Inspected.notes)
-        if notes[0]["meta"]:
-            raise ValueError("params: all leaves of rank 0 are on meta, so there are no values to start from")
+        if notes[0]["meta"] and not all(note["meta"] for note in notes):
+            raise ValueError(
+                "params: all leaves of rank 0 are on meta, so there are no values to start from; give rank 0 values, "
+                "or no rank, and load a checkpoint"
+            )
         ties = tuple(notes[0]["ties"])
         for rank, note in enumerate(notes):
             if not note["meta"] and tuple(note["ties"]) != ties:
@@ -185,7 +191,7 @@ class Zero:
                 "params: another structure than at this engine's first init, which fixed its layout; "
                 f"build a new engine for it. First: {self._bound[0]}; now: {digest}"
             )
-        state = first_state(self._bound[1], params, buffers)
+        state = first_state(self._bound[1], params, buffers, meta=notes[0]["meta"])
         self._expected = _kinds(state)
         return state
 
@@ -375,6 +381,8 @@ class Zero:
                 "state: was not made by this engine (its structure, shapes or dtypes differ); "
                 "use the engine that made it"
             )
+        if state.step.is_meta:
+            raise ValueError("state: has no values, since all leaves were on meta at init; call fzero.load first")
         return program
 
     def _micro_batches(self, batch: Tree, device: torch.device) -> list[Tree]:
