@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 4 * 2**20
+BLOCK = 2**20
 """Bytes that are checked, and read, as one."""
 
 ALIGN = 64

@@ -128,8 +128,13 @@ def _path(prefix: tuple[str, ...], name: str) -> tuple[str, ...]:
     return (*prefix, name) if name else prefix
 
 
+def unwrapped_name(name: str) -> str:
+    """Return a plain path without what torch.compile puts into the names of a module that it wraps."""
+    return ".".join(key for key in name.split(".") if key != "_orig_mod")
+
+
 def _named_buffers(buffers: Any) -> dict[str, Tensor]:
-    found = [(plain_path(path), buffer) for path, buffer in paths_and_leaves(buffers)]
+    found = [(unwrapped_name(plain_path(path)), buffer) for path, buffer in paths_and_leaves(buffers)]
     again = duplicates(name for name, _ in found)
     if again:
         raise ValueError(f"buffers: two of them have one plain path {again[0]!r}; rename a key")

@@ -7,7 +7,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.contents import Held, Static, opt_outline
+from fzero.contents import Held, Static, opt_outline, unwrapped_name
 from fzero.hooked import HookedZero
 from fzero.module import tied_names
 from fzero.state import State, to_parts
@@ -53,7 +53,8 @@ class OfZero:
         if engine._bound is None:
             raise ValueError("engine: call init(params) first")
         self._engine, self._program = engine, engine._bound[1]
-        binding, leaves = self._program.binding, self._program.binding.inspected.leaves
+        binding = self._program.binding
+        self._leaves = leaves = [leaf._replace(name=unwrapped_name(leaf.name)) for leaf in binding.inspected.leaves]
         names, _ = opt_outline(self._program.opt)
         ties = {leaves[at].name: leaves[source].name for at, source in enumerate(binding.ties) if at != source}
         self._fixed = [leaves[place].name for place in binding.fixed]
@@ -93,11 +94,11 @@ class OfZero:
 
     def export_ties(self) -> dict[str, str]:
         """Return all ties by plain path: those of the tree and those inside the module that it came from."""
-        return {**getattr(self._program.loss_fn, "ties", {}), **self.static.ties}
+        return _unwrapped({**getattr(self._program.loss_fn, "ties", {}), **self.static.ties})
 
     def given(self) -> dict[str, torch.dtype]:
         """Return the dtype in which each parameter was given."""
-        return {leaf.name: leaf.dtype for leaf in self._program.binding.inspected.leaves}
+        return {leaf.name: leaf.dtype for leaf in self._leaves}
 
 
 class OfHooked:
@@ -106,7 +107,8 @@ class OfHooked:
     def __init__(self, engine: HookedZero) -> None:
         self._engine = engine
         names, self._like = opt_outline(engine._opt)
-        trained, whole = engine._taken.trained_names, engine._stage == 0
+        trained = tuple(unwrapped_name(name) for name in engine._taken.trained_names)
+        whole = engine._stage == 0
         self.static = Static(engine._axis, engine._layout, trained, names, {}, whole, engine._device)
 
     @property
@@ -140,7 +142,7 @@ class OfHooked:
         leaves = [
             tuple(state[at] for state in by_bucket) if like else by_bucket[0][at] for at, like in enumerate(self._like)
         ]
-        return Held(shards, leaves, fixed, buffers, step)
+        return Held(shards, leaves, {unwrapped_name(name): leaf for name, leaf in fixed.items()}, buffers, step)
 
     def blank(self) -> tuple[Any, Held]:
         """Return a new state of zeros, and how to fill it."""
@@ -181,11 +183,15 @@ class OfHooked:
 
     def export_ties(self) -> dict[str, str]:
         """Return all ties by plain path."""
-        return tied_names(self._engine.module)
+        return _unwrapped(tied_names(self._engine.module))
 
     def given(self) -> dict[str, torch.dtype]:
         """Return the dtype in which each parameter was given."""
-        return dict(self._engine._taken.dtypes)
+        return {unwrapped_name(name): dtype for name, dtype in self._engine._taken.dtypes.items()}
+
+
+def _unwrapped(ties: dict[str, str]) -> dict[str, str]:
+    return {unwrapped_name(name): unwrapped_name(source) for name, source in ties.items()}
 
 
 _PLAIN = torch.contiguous_format

@@ -153,7 +153,7 @@ class Files:
     def __init__(self, directory: Path) -> None:
         self._directory, self._stack = directory, ExitStack()
         self._open: dict[str, int] = {}
-        self._scratch = torch.empty(BLOCK, dtype=torch.uint8)
+        self._scratch: Tensor | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -185,13 +185,19 @@ class Files:
             inside, until = max(begin, low), min(end, high)
             target = into[inside - low : until - low]
             direct = (inside, until) == (begin, end) and not target.is_cuda
-            block = target if direct else self._scratch[: end - begin]
+            block = target if direct else self._aside(end - begin)
             view = archive.memory(block)
             self._fetch_into(piece, piece.head + begin, view)
             before = piece.blocks[number - 1] if number else 0
             self._check(piece, zlib.crc32(view, before) == piece.blocks[number])
             if not direct:
                 target.copy_(block[inside - begin : until - begin])
+
+    def _aside(self, nbytes: int) -> Tensor:
+        """Return memory for a block that is not wanted whole, or not on the CPU."""
+        if self._scratch is None:
+            self._scratch = torch.empty(BLOCK, dtype=torch.uint8)
+        return self._scratch[:nbytes]
 
     def _check(self, piece: Piece, right: bool) -> None:
         if not right:

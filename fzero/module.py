@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fzero.block import SLOT, Sharded, block
@@ -215,10 +216,20 @@ def from_module(
                 f"from_module: parameter {name!r} is frozen (requires_grad is False) and frozen parameters are not "
                 "supported yet; pass it as a buffer or a constant, or make it trainable"
             )
+    module = _unwrapped(module)
     names = default_blocks(module) if blocks is None else _names(module, blocks)
     params = OrderedDict((name, parameter.detach()) for name, parameter in module.named_parameters())
     buffers = OrderedDict((name, buffer.detach()) for name, buffer in module.named_buffers())
     return ModuleLoss(module, criterion, names), params, buffers or None
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside what torch.compile or DistributedDataParallel made of it, with the plain names."""
+    while True:
+        inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
 
 
 def _names(module: nn.Module, blocks: Iterable[nn.Module]) -> list[str]:
