@@ -116,7 +116,7 @@ def accept(session: nox.Session) -> None:
             (*resnet, kind, "--plot", str(plots / f"train_resnet-{kind}.png")) for kind in ("hooked", "functional")
         ],
     }
-    shared = {"launch", "peers", "meters", "checkout", "gpu_model", "gpu_shards"}  # no programs
+    shared = {"launch", "peers", "meters", "resume", "checkout", "gpu_model", "gpu_shards"}  # no programs
     programs = sorted(program.stem for program in Path("examples").glob("*.py") if program.stem not in shared)
     for name in session.posargs or programs:
         for arguments in runs.get(name, [()]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -123,6 +124,8 @@ def start_ranks(train: Train, options: argparse.Namespace) -> None:
             daemon=True,
             start_method="spawn",
         )
+        # what stops this process stops the ranks, which may have something to save first
+        before = signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in ranks.processes])
         try:
             while not ranks.join():
                 pass
@@ -131,6 +134,7 @@ def start_ranks(train: Train, options: argparse.Namespace) -> None:
         except KeyboardInterrupt:
             sys.exit(130)
         finally:
+            signal.signal(signal.SIGTERM, before)
             for process in ranks.processes:
                 process.kill()
                 process.join()

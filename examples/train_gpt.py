@@ -13,6 +13,10 @@ Other ways to run it:
     python examples/train_gpt.py --precision bf16               # half the bytes on the link; it ends near 2.15 too
     python examples/train_gpt.py --text my.txt --steps 2000
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --stage 3
+    torchrun --nproc-per-node 2 --max-restarts 2 examples/train_gpt.py --checkpoint runs/1 --save-every 50
+
+The last one goes on from its latest checkpoint when a rank dies, to the bits of a run that nothing happened to;
+started again, with any number of ranks, it goes on too. SIGTERM makes it save and end (`resume.py`).
 
 The model is an ordinary ``nn.Module`` that knows nothing of ranks. ``fzero.from_module`` turns it into a pure
 loss function and a tree of parameters; what a stage changes is only where `fzero.Zero` keeps their parts.
@@ -21,11 +25,14 @@ loss function and a tree of parameters; what a stage changes is only where `fzer
 from __future__ import annotations
 
 import argparse
+import hashlib
 import pydoc_data.topics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import resume
 import torch
 import torch.nn.functional as F
 from launch import add_options, launch, new_file, on_all_ranks, peak_memory, positive, settle
@@ -143,76 +150,134 @@ def validation_batch(data: Tensor, context: int, rank: int, world: int, device: 
 # --- Training ----------------------------------------------------------------------------------------------
 
 
+class Run:
+    """What one rank of `world` trains, and how far it is."""
+
+    def __init__(self, options: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
+        self.options, self.rank, self.device = options, rank, device
+        torch.manual_seed(options.seed)
+        self.module = GPT(options.layers, options.width, options.context, options.dropout).to(device)
+        loss_fn, params, buffers = fzero.from_module(self.module.train(), criterion)
+        self.eval_loss_fn, _, _ = fzero.from_module(self.module.eval(), criterion)
+        optimizer = fzero.adamw(
+            fzero.warmup_cosine(options.rate, max(1, options.steps // 10), options.steps),
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            decay_mask=lambda _path, leaf: leaf.ndim >= 2,
+        )
+        self.engine = fzero.Zero(
+            loss_fn,
+            optimizer,
+            stage=options.stage,
+            clip_norm=1.0,
+            accumulate=options.accumulate,
+            precision=PRECISIONS[options.precision],
+            compile=options.compile,
+        )
+        self.state = self.engine.init(params, buffers)
+        self.training, held_out = split_text(read_text(options.text))
+        self.validation = validation_batch(held_out, options.context, rank, world, device)
+        self.windows = torch.Generator().manual_seed(options.seed * 65536 + rank)  # other windows on every rank
+        torch.manual_seed(options.seed * 65536 + rank)  # and other dropout
+        self.done = 0  # steps
+        self.losses: list[Tensor] = []
+        self.evaluated: list[tuple[int, float]] = []
+        if rank == 0:
+            size = sum(parameter.numel() for parameter in self.module.parameters()) / 1e6
+            text = (len(self.training) + len(held_out)) / 1e3
+            print(
+                f"{size:.2f} M parameters, {text:.0f} kB of text, stage {options.stage}, {options.precision}, "
+                f"{world} ranks on {device}"
+            )
+
+    def save(self, root: Path, **how: Any) -> Any:
+        """Save everything that the rest of the run depends on; dropout's random state is in it anyway. Collective."""
+        losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
+        extra = {"windows": self.windows.get_state(), "losses": losses, "evaluated": self.evaluated}
+        return fzero.save(root, self.engine, self.state, step=self.done, extra={"done": self.done, **extra}, **how)
+
+    def go_on(self, directory: Path) -> None:
+        """Go on from a checkpoint. Collective."""
+        self.state, extra = fzero.load(directory, self.engine)
+        same_world = not isinstance(extra, list)  # else it is that of all ranks there were
+        mine = extra if same_world else extra[0]
+        self.done, self.losses, self.evaluated = mine["done"], list(mine["losses"]), mine["evaluated"]
+        if same_world:
+            self.windows.set_state(mine["windows"])
+        else:  # windows that no rank has drawn
+            self.windows.manual_seed(self.options.seed * 65536 + self.rank + self.done * 2**32)
+        if self.rank == 0:
+            print(f"resumed from {directory}", flush=True)
+
+    def step(self) -> fzero.Metrics:
+        """Train on one batch of windows. Collective."""
+        context = self.options.context
+        starts = torch.randint(len(self.training) - context, (self.options.batch,), generator=self.windows)
+        batch = windows(self.training, starts, context, self.device)
+        self.state, metrics = self.engine.step(self.state, batch)
+        self.losses.append(metrics.loss)
+        self.done += 1
+        return metrics
+
+    def evaluate(self) -> float:
+        """Return the loss on the held-out text, and keep it, once a step. Collective."""
+        if not self.evaluated or self.evaluated[-1][0] < self.done:
+            loss, _ = self.engine.evaluate(self.state, self.validation, loss_fn=self.eval_loss_fn)
+            self.evaluated.append((self.done, float(loss)))
+        return self.evaluated[-1][1]
+
+
 def train(options: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
     """Train one rank of `world`; every rank runs the same lines, and rank 0 also talks."""
-    torch.manual_seed(options.seed)
-    module = GPT(options.layers, options.width, options.context, options.dropout).to(device)
-    loss_fn, params, buffers = fzero.from_module(module.train(), criterion)
-    eval_loss_fn, _, _ = fzero.from_module(module.eval(), criterion)
-    optimizer = fzero.adamw(
-        fzero.warmup_cosine(options.rate, max(1, options.steps // 10), options.steps),
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        decay_mask=lambda _path, leaf: leaf.ndim >= 2,
-    )
-    engine = fzero.Zero(
-        loss_fn,
-        optimizer,
-        stage=options.stage,
-        clip_norm=1.0,
-        accumulate=options.accumulate,
-        precision=PRECISIONS[options.precision],
-        compile=options.compile,
-    )
-    state = engine.init(params, buffers)
-
-    training, held_out = split_text(read_text(options.text))
-    validation = validation_batch(held_out, options.context, rank, world, device)
-    generator = torch.Generator().manual_seed(options.seed * 65536 + rank)  # other windows on every rank
-    torch.manual_seed(options.seed * 65536 + rank)  # and other dropout
-    if rank == 0:
-        size = sum(parameter.numel() for parameter in module.parameters()) / 1e6
-        text = (len(training) + len(held_out)) / 1e3
-        print(
-            f"{size:.2f} M parameters, {text:.0f} kB of text, stage {options.stage}, {options.precision}, "
-            f"{world} ranks on {device}"
-        )
-
-    losses: list[Tensor] = []
-    evaluated: list[tuple[int, float]] = []
+    run = Run(options, rank, world, device)
+    checkpoints = resume.Checkpoints(options, world, device)
+    directory = checkpoints.latest()
+    if directory is not None:
+        run.go_on(directory)
+    first = run.done
     milestones = {round(options.steps * part / EVALUATIONS) for part in range(EVALUATIONS + 1)}
     started = time.perf_counter()
-    with tqdm(total=options.steps, unit="step", disable=None if rank == 0 else True) as bar:
-        for step in range(options.steps + 1):
-            if step in milestones:
-                loss, _ = engine.evaluate(state, validation, loss_fn=eval_loss_fn)
-                evaluated.append((step, float(loss)))
+    with tqdm(total=options.steps, initial=first, unit="step", disable=None if rank == 0 else True) as bar:
+
+        def report() -> None:
+            if run.done in milestones:
+                loss = run.evaluate()
                 if rank == 0:
-                    seconds = time.perf_counter() - started
-                    bar.write(f"step {step:5d} {seconds:7.1f} s   validation loss {evaluated[-1][1]:.3f}")
+                    bar.write(f"step {run.done:5d} {time.perf_counter() - started:7.1f} s   validation loss {loss:.3f}")
                     sys.stdout.flush()
-            if step == options.steps:
-                break
-            starts = torch.randint(len(training) - options.context, (options.batch,), generator=generator)
-            state, metrics = engine.step(state, windows(training, starts, options.context, device))
-            losses.append(metrics.loss)
-            if step % 10 == 0 and rank == 0:  # reading the loss waits for the device, so not at every step
-                speed = len(losses) * options.batch * options.context * world / (time.perf_counter() - started)
+
+        report()
+        while run.done < options.steps:
+            metrics = run.step()
+            if run.done % 10 == 1 and rank == 0:  # reading the loss waits for the device, so not at every step
+                tokens = (run.done - first) * options.batch * options.context * world
+                speed = tokens / (time.perf_counter() - started)
                 bar.set_postfix_str(
                     f"loss {float(metrics.loss):.3f}, {speed:.0f} tokens/s, {peak_memory(device):.0f} MB per rank"
                 )
             bar.update()
-    seconds = time.perf_counter() - started
+            report()
+            if checkpoints.after(run.done, run.save):
+                return
+    checkpoints.save(run.done, run.save)
+    checkpoints.wait()
+    finish(run, world, time.perf_counter() - started)
 
-    full = engine.params(state)  # collective: every rank calls it
-    memory = on_all_ranks(peak_memory(device), world)
-    if rank == 0:
-        print(f"--- sample ---\n{sample(module, full, SAMPLE_BYTES, options.seed)}\n--------------")
+
+def finish(run: Run, world: int, seconds: float) -> None:
+    """Print what came out. Collective."""
+    options = run.options
+    full = run.engine.params(run.state)  # collective: every rank calls it
+    memory = on_all_ranks(peak_memory(run.device), world)
+    if run.rank == 0:
+        text = sample(run.module, full, SAMPLE_BYTES, options.seed)
+        print(f"--- sample ---\n{text}\n--------------")
+        print(f"parameters: SHA-256 {digest(full)}")
         print(f"{options.steps} steps in {seconds:.0f} s; peak memory per rank in MB:", *(f"{mb:.0f}" for mb in memory))
         if options.plot is not None:
-            plot(options.plot, [float(loss) for loss in losses], evaluated)
+            plot(options.plot, [float(loss) for loss in run.losses], run.evaluated)
             print(f"loss curve: {options.plot}")
-    check(options, evaluated[0][1], evaluated[-1][1], rank)
+    check(options, run.evaluated[0][1], run.evaluated[-1][1], run.rank)
 
 
 def check(options: argparse.Namespace, before: float, after: float, rank: int) -> None:
@@ -223,6 +288,15 @@ def check(options: argparse.Namespace, before: float, after: float, rank: int) -
         assert after < before - PROOF_FALL, f"{options.steps} steps should lower {before:.3f} by {PROOF_FALL}"
     if options.below is not None:
         assert after < options.below, f"the validation loss ended at {after:.3f}, not below {options.below}"
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of the names and bits of a dict of tensors."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 @torch.no_grad()
@@ -278,10 +352,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--compile", action="store_true", help="compile the step (the first one then takes a minute)")
     add("--text", type=Path, metavar="FILE", help="train on this file (default: the texts of Python's help())")
     add("--plot", type=new_file, metavar="FILE.png", help="draw the loss curve")
+    resume.add_options(parser)
     add("--below", type=float, metavar="NATS", help="fail unless the validation loss ends below this")
     options = parser.parse_args(arguments)
 
     settle(parser, options)
+    resume.check(parser, options)
     try:
         size = len(read_text(options.text))
     except OSError as error:
