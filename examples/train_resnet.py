@@ -11,6 +11,10 @@ Other ways to run it:
     python examples/train_resnet.py --engine functional --stage 3 --compile
     python examples/train_resnet.py --data cifar10 --root DIR   # downloads CIFAR-10 to DIR if it is not there
     torchrun --standalone --nproc-per-node 4 examples/train_resnet.py --stage 3
+    torchrun --nproc-per-node 2 --max-restarts 2 examples/train_resnet.py --checkpoint runs/1 --save-every 50
+
+The last one goes on from its latest checkpoint when a rank dies; started again, with any number of ranks and either
+engine, it goes on too (`resume.py`).
 
 The two engines differ in how a step is written (`Functional` and `Hooked` below) and in nothing else: on CPU they give
 the same bits. Batch normalization uses each rank's own batch; its running statistics are rank 0's on every rank at
@@ -26,12 +30,13 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import resume
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -200,6 +205,15 @@ class Functional:
         self.state, metrics = self.engine.step(self.state, (inputs, targets))
         return metrics
 
+    def save(self, root: Path, **how: Any) -> Any:
+        """Save under a root, with what else `fzero.save` takes. Collective."""
+        return fzero.save(root, self.engine, self.state, **how)
+
+    def load(self, directory: Path) -> Any:
+        """Go on from a checkpoint, by either engine; return what was saved beside the state. Collective."""
+        self.state, extra = fzero.load(directory, self.engine)
+        return extra
+
     def params(self) -> dict[str, Tensor]:
         """Return all parameters in full. Collective."""
         return dict(self.engine.params(self.state))
@@ -237,6 +251,14 @@ class Hooked:
         self.backward(inputs, targets)
         return self.engine.step()
 
+    def save(self, root: Path, **how: Any) -> Any:
+        """Save under a root, with what else `fzero.save` takes. Collective."""
+        return fzero.save(root, self.engine, **how)
+
+    def load(self, directory: Path) -> Any:
+        """Go on from a checkpoint, by either engine; return what was saved beside the state. Collective."""
+        return fzero.load(directory, self.engine)
+
     def params(self) -> dict[str, Tensor]:
         """Return all parameters in full. Collective."""
         return dict(self.engine.params())
@@ -268,56 +290,120 @@ def build(options: argparse.Namespace, data: Data, steps: int, device: torch.dev
     return ENGINES[options.engine](module.train(), F.cross_entropy, module.parts(), optimizer, options)
 
 
+class Run:
+    """What one rank of `world` trains, and how far it is."""
+
+    def __init__(self, options: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
+        self.options, self.rank, self.world, self.device = options, rank, world, device
+        self.data = load(options)
+        places: Any = range(len(self.data.training.targets))
+        # as many images, and so as many steps, for every rank
+        self.sampler: DistributedSampler[Any] = DistributedSampler(
+            places, world, rank, seed=options.seed, drop_last=True
+        )
+        self.steps = min(len(self.sampler) // options.batch, options.batches or len(self.sampler))
+        """In an epoch."""
+        if self.steps == 0:
+            raise ValueError(
+                f"--batch {options.batch}: each of {world} ranks has only {len(self.sampler)} training images"
+            )
+        torch.manual_seed(options.seed)
+        self.engine = build(options, self.data, options.epochs * self.steps, device)
+        # a module to evaluate with: it only lends its code, to the engine's parameters and buffers
+        self.judge = ResNet18(self.data.mean.numel(), self.data.classes, options.width).to(device).eval()
+        torch.manual_seed(options.seed * 65536 + rank)  # other shifts on every rank
+        self.epoch, self.place = 0, 0
+        """Where the next batch is: after so many steps of that epoch."""
+        self.losses: list[Tensor] = []
+        self.accuracies: list[tuple[int, float]] = []
+        if rank == 0:
+            size = sum(parameter.numel() for parameter in self.judge.parameters()) / 1e6
+            counts = f"{len(places)} training and {len(self.data.held_out.targets)} held-out images"
+            print(f"{options.data}: {counts}; {size:.2f} M parameters")
+            print(f"{options.engine} engine, stage {options.stage}, {world} ranks on {device}", flush=True)
+
+    def save(self, root: Path, **how: Any) -> Any:
+        """Save everything that the rest of the run depends on; the random state of the shifts is in it. Collective."""
+        losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
+        position = {"epoch": self.epoch, "place": self.place, "steps": self.steps}
+        return self.engine.save(
+            root,
+            step=len(self.losses),
+            extra={**position, "losses": losses, "accuracies": self.accuracies},
+            **how,
+        )
+
+    def go_on(self, directory: Path) -> None:
+        """Go on from a checkpoint. Collective."""
+        extra = self.engine.load(directory)
+        mine = extra[0] if isinstance(extra, list) else extra  # a list if there were more, or fewer, ranks
+        self.epoch, self.losses, self.accuracies = mine["epoch"], list(mine["losses"]), mine["accuracies"]
+        self.place = mine["place"] * self.steps // mine["steps"]  # the same part of the epoch
+        if self.rank == 0:
+            print(f"resumed from {directory}", flush=True)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the rest of this epoch's batches of this rank."""
+        self.sampler.set_epoch(self.epoch)  # another order every time
+        order = torch.tensor(list(self.sampler))
+        for mine in torch.split(order, self.options.batch)[self.place : self.steps]:
+            pixels = self.data.normalized(self.data.training.pixels[mine])
+            inputs = augmented(pixels, self.data.pad, flip=self.data.flip)
+            yield inputs.to(self.device), self.data.training.targets[mine].to(self.device)
+
+    def end_epoch(self) -> float:
+        """Return the accuracy on the held-out images, and keep it. Collective."""
+        values = self.engine.params(), self.engine.buffers()
+        self.accuracies.append((len(self.losses), top1(self.judge, values, self.data, self.rank, self.world)))
+        self.epoch, self.place = self.epoch + 1, 0
+        return self.accuracies[-1][1]
+
+
 def train(options: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
     """Train one rank of `world`; every rank runs the same lines, and rank 0 also talks."""
-    data = load(options)
-    places: Any = range(len(data.training.targets))
-    # as many images, and so as many steps, for every rank
-    sampler: DistributedSampler[Any] = DistributedSampler(places, world, rank, seed=options.seed, drop_last=True)
-    steps = min(len(sampler) // options.batch, options.batches or len(sampler))
-    if steps == 0:
-        raise ValueError(f"--batch {options.batch}: each of {world} ranks has only {len(sampler)} training images")
-    torch.manual_seed(options.seed)
-    engine = build(options, data, options.epochs * steps, device)
-    # a module to evaluate with: it only lends its code, to the engine's parameters and buffers
-    judge = ResNet18(data.mean.numel(), data.classes, options.width).to(device).eval()
-    if rank == 0:
-        size = sum(parameter.numel() for parameter in judge.parameters()) / 1e6
-        counts = f"{len(places)} training and {len(data.held_out.targets)} held-out images"
-        print(f"{options.data}: {counts}; {size:.2f} M parameters")
-        print(f"{options.engine} engine, stage {options.stage}, {world} ranks on {device}", flush=True)
-
-    torch.manual_seed(options.seed * 65536 + rank)  # other shifts on every rank
-    losses: list[Tensor] = []
-    accuracies: list[tuple[int, float]] = []
+    run = Run(options, rank, world, device)
+    checkpoints = resume.Checkpoints(options, world, device)
+    directory = checkpoints.latest()
+    if directory is not None:
+        run.go_on(directory)
+    first = len(run.losses)
     started = time.perf_counter()
-    with tqdm(total=options.epochs * steps, unit="step", disable=None if rank == 0 else True) as bar:
-        for epoch in range(options.epochs):
-            sampler.set_epoch(epoch)  # another order every time
-            for mine in torch.split(torch.tensor(list(sampler)), options.batch)[:steps]:
-                inputs = augmented(data.normalized(data.training.pixels[mine]), data.pad, flip=data.flip)
-                metrics = engine.step(inputs.to(device), data.training.targets[mine].to(device))
-                losses.append(metrics.loss)
+    total = (options.epochs - run.epoch) * run.steps - run.place
+    with tqdm(total=total, unit="step", disable=None if rank == 0 else True) as bar:
+        while run.epoch < options.epochs:
+            for inputs, targets in run.batches():
+                metrics = run.engine.step(inputs, targets)
+                run.losses.append(metrics.loss)
+                run.place += 1
                 bar.update()
-            accuracies.append((len(losses), top1(judge, (engine.params(), engine.buffers()), data, rank, world)))
+                if checkpoints.after(len(run.losses), run.save):
+                    return
+            accuracy = run.end_epoch()
             if rank == 0:
                 seconds = time.perf_counter() - started
-                loss, accuracy = float(torch.stack(losses[-steps:]).mean()), accuracies[-1][1]
-                bar.write(f"epoch {epoch + 1:3d} {seconds:7.1f} s   training loss {loss:.3f}   top-1 {accuracy:.3f}")
-                bar.set_postfix_str(f"{seconds / len(losses):.2f} s/step, {peak_memory(device):.0f} MB per rank")
+                loss = float(torch.stack(run.losses[-run.steps :]).mean())
+                bar.write(f"epoch {run.epoch:3d} {seconds:7.1f} s   training loss {loss:.3f}   top-1 {accuracy:.3f}")
+                speed = seconds / max(1, len(run.losses) - first)
+                bar.set_postfix_str(f"{speed:.2f} s/step, {peak_memory(device):.0f} MB per rank")
                 sys.stdout.flush()
-    seconds = time.perf_counter() - started
+    checkpoints.save(len(run.losses), run.save)
+    checkpoints.wait()
+    finish(run, time.perf_counter() - started)
 
-    memory = on_all_ranks(peak_memory(device), world)
-    digests = on_all_ranks(digest(engine.buffers()), world)
+
+def finish(run: Run, seconds: float) -> None:
+    """Print what came out. Collective."""
+    memory = on_all_ranks(peak_memory(run.device), run.world)
+    digests = on_all_ranks(digest(run.engine.buffers()), run.world)
     assert len(set(digests)) == 1, f"the running statistics differ between ranks: {digests}"
-    if rank == 0:
+    losses = [float(loss) for loss in run.losses]
+    if run.rank == 0:
         print(f"running statistics: equal on all ranks, SHA-256 {digests[0][:16]}")
         print(f"{len(losses)} steps in {seconds:.0f} s; peak memory per rank in MB:", *(f"{mb:.0f}" for mb in memory))
-        if options.plot is not None:
-            plot(options.plot, [float(loss) for loss in losses], accuracies)
-            print(f"curves: {options.plot}")
-    check(options, [float(loss) for loss in losses], accuracies[-1][1], rank)
+        if run.options.plot is not None:
+            plot(run.options.plot, losses, run.accuracies)
+            print(f"curves: {run.options.plot}")
+    check(run.options, losses, run.accuracies[-1][1], run.rank)
 
 
 def check(options: argparse.Namespace, losses: list[float], accuracy: float, rank: int) -> None:
@@ -434,10 +520,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--compile", action="store_true", help="compile the functional engine's step (the first one then takes minutes)"
     )
     add("--plot", type=new_file, metavar="FILE.png", help="draw loss and accuracy")
+    resume.add_options(parser)
     add("--at-least", type=float, metavar="ACC", help="fail unless the top-1 accuracy ends at or above this")
     options = parser.parse_args(arguments)
 
     settle(parser, options)
+    resume.check(parser, options)
     if options.compile and options.engine == "hooked":
         parser.error("--compile: the hook engine runs eagerly; use --engine functional")
     choose_data(parser, options)

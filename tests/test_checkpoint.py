@@ -31,7 +31,7 @@ def save_all(rank: int, world: int, folder: str, cases: int) -> None:
         padded = [bucket for bucket in made.buckets() if bucket.length > bucket.used]
         assert len(made.buckets() if world == 1 else padded) >= 3
         full = made.full()
-        assert any(float(leaf.abs().max()) > 0 for name, leaf in full.items() if "exp_avg" in name)
+        assert any(bool(leaf.any()) for name, leaf in full.items() if "exp_avg" in name)
         made.save(Path(folder, f"{world}-{case}"), extra={"rank": rank, "case": torch.tensor(case)})
         if rank == 0:
             torch.save(full, Path(folder, f"{world}-{case}.pt"))
