@@ -19,6 +19,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 Value = TypeVar("Value")
@@ -106,7 +108,10 @@ def run_rank(rank: int, train: Train, options: argparse.Namespace, world: int, i
     if world > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(minutes=5)
-        dist.init_process_group(backend, init_method, rank=rank, world_size=world, timeout=limit)
+        store, _, _ = next(rendezvous(init_method, rank, world, timeout=limit))
+        # torchrun's store outlives a restart, and so would the addresses of ranks that are gone
+        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     train(options, rank, world, device)
     if world > 1:
         # Only after success: a rank that fails must be the first to end, as its traceback is the one shown.
