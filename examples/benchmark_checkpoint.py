@@ -156,6 +156,7 @@ def show(
             pairs = zip(times[name, kind], times["fsdp2", kind], strict=True)
             row += [statistics.median(times[name, kind]), statistics.median(mine / other for mine, other in pairs)]
         size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file()) / 1e6
+        assert size >= 12 * count / 1e6, f"{name}: {size:.1f} MB of files are less than parameters and two moments"
         print("{:6} {:6.2f} {:8.3f} {:7.2f} {:8.3f}".format(name, *row), end="")
         print(f" {peaks[name, 'save']:13.0f} {peaks[name, 'load']:5.0f} {size:8.0f}")
     part = bytes(12 * count // options.ranks)

@@ -102,7 +102,7 @@ def read_manifest(directory: Path) -> Manifest:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: there is no such directory here; all ranks must see one file system")
     try:
-        text = (directory / MANIFEST).read_text()
+        text = (directory / MANIFEST).read_bytes().decode()
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory}: has no {MANIFEST}, so it is no complete checkpoint; fzero.latest finds the last complete one"
@@ -205,14 +205,17 @@ def complete_steps(root: Path) -> dict[int, Path]:
     return {step: path for step, path in step_directories(root).items() if (path / MANIFEST).is_file()}
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file that is either there with all of its bytes, after a crash too, or as it was before."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
+def write_part(path: Path, data: bytes) -> None:
+    """Write what will be a file, durably, beside it; `publish` moves it there."""
+    with path.with_name(f"{path.name}.part").open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    part.replace(path)
+
+
+def publish(path: Path) -> None:
+    """Let what `write_part` wrote be the file, in one move."""
+    path.with_name(f"{path.name}.part").replace(path)
     sync_directory(path.parent)
 
 

@@ -21,10 +21,11 @@ from fzero.manifest import (
     complete_steps,
     directory_of,
     incomplete,
+    publish,
     read_manifest,
     step_directories,
     sync_directory,
-    write_durably,
+    write_part,
 )
 from fzero.metadata import metadata
 from fzero.pieces import Entry, cut
@@ -106,7 +107,7 @@ def _write_own(job: Job, save_id: str) -> None:
         os.fsync(descriptor)
         path.with_suffix(".json").write_text(json.dumps({"bytes": end, "leaves": leaves, "extra": job.extra}))
     except BaseException:
-        path.unlink()
+        path.unlink(missing_ok=True)
         path.with_suffix(".json").unlink(missing_ok=True)
         raise
     finally:
@@ -137,8 +138,10 @@ def _complete(job: Job, save_id: str) -> None:
     if broken:
         raise CheckpointError(f"save: the ranks' pieces of {', '.join(broken)} are not the whole leaf once")
     manifest = Manifest(job.step, job.axis.size, files, leaves, job.ties, tuple(extras))
-    write_durably(job.directory / METADATA, metadata(manifest))
-    write_durably(job.directory / MANIFEST, manifest.text().encode())
+    write_part(job.directory / METADATA, metadata(manifest))
+    write_part(job.directory / MANIFEST, manifest.text().encode())
+    publish(job.directory / MANIFEST)
+    publish(job.directory / METADATA)
     try:
         _clean(job)
     except OSError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_examples import FEW_IMAGES, SHORT, TORCHRUN, TRAIN_GPT, TRAIN_RESNET, finish, run, start
+from test_examples import FEW_IMAGES, ROOT, SHORT, TORCHRUN, TRAIN_GPT, TRAIN_RESNET, finish, run, start
 from trees import same_bits
 
 import fzero
@@ -148,3 +148,14 @@ def test_bad_options_are_refused() -> None:
         code, output = run([*program, "--save-every", "3"], 60)
         assert code == 2, output
         assert "--save-every: where to? pass --checkpoint DIR" in output
+
+
+def test_the_checkpoint_benchmark_compares_both(tmp_path: Path) -> None:
+    program = [str(ROOT / "examples" / "benchmark_checkpoint.py"), "--device", "cpu", "--folder", str(tmp_path)]
+    code, output = run([*program, "--width", "64", "--layers", "4", "--rounds", "1"], 120)
+    assert code == 0, output
+    assert re.findall(r"^(fsdp2|fzero) +[\d.]+ +[\d.]+", output, re.MULTILINE) == ["fsdp2", "fzero"]
+    assert list(tmp_path.iterdir()) == []
+    code, output = run([*program, "--ranks", "1"], 60)
+    assert code == 2, output
+    assert "one rank has nothing to shard; use --ranks 2 or more" in output

@@ -21,7 +21,7 @@ from trees import differing
 
 import fzero
 from fzero import archive, writing
-from fzero.manifest import write_durably
+from fzero.manifest import publish
 
 monkey = pytest.MonkeyPatch()
 """Of a rank, which ends with it."""
@@ -118,7 +118,7 @@ def no_index(rank: int, world: int, folder: str, part: str) -> str:  # noqa: ARG
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("part", ["write_durably", "metadata", "_begin"])
+@pytest.mark.parametrize("part", ["write_part", "metadata", "_begin"])
 def test_what_fails_on_rank_0_fails_on_all(part: str, tmp_path: Path) -> None:
     for message in run(no_index, 2, str(tmp_path), part):
         assert "OSError: [Errno 28] No space left on device" in message
@@ -302,7 +302,7 @@ def killed_at(rank: int, world: int, folder: str, place: str) -> None:  # noqa: 
     def die(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    real_put, real_durably, count = archive.put, write_durably, iter(range(10**6))
+    real_put, count = archive.put, iter(range(10**6))
     places: dict[str, tuple[int, Any, str, Any]] = {
         "in the middle of a write": (
             1,
@@ -315,8 +315,8 @@ def killed_at(rank: int, world: int, folder: str, place: str) -> None:  # noqa: 
         "before the manifest": (
             0,
             writing,
-            "write_durably",
-            lambda path, data: die() if path.name == "manifest.json" else real_durably(path, data),
+            "publish",
+            lambda path: die() if path.name == "manifest.json" else publish(path),
         ),
         "before cleaning": (0, writing, "_clean", die),
     }
