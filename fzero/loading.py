@@ -40,7 +40,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return next(reversed(complete_steps(Path(root)).values()), None)
 
 
-def load(directory: str | os.PathLike[str], engine: Any) -> Any:
+def load(directory: str | os.PathLike[str] | None, engine: Any) -> Any:
     """Load a training state saved at any number of ranks, at any stage, by either engine. Collective.
 
     Call it after `engine.init` (whose leaves may all be on meta); the hook engine is changed in place, once all ranks
@@ -77,9 +77,11 @@ def load(directory: str | os.PathLike[str], engine: Any) -> Any:
     if inside.saving is not None:
         before, inside.saving = inside.saving, None
         before.finish()
-    path, axis = Path(directory), inside.static.axis
+    path, axis = Path(directory or ""), inside.static.axis
 
     def check() -> tuple[Manifest, Any, list[Entry]]:
+        if directory is None:
+            raise CheckpointError("directory: is None: fzero.latest found no complete checkpoint; start without one")
         manifest = read_manifest(path)
         blank, held = inside.blank()
         found = contents(held, inside.static, writing=False)

@@ -180,6 +180,13 @@ def test_bad_arguments_are_named_on_all_ranks(tmp_path: Path) -> None:
         assert "state: the hook engine has its own; leave it out" in found["hooked"]
 
 
+def test_a_load_of_nothing_says_so(tmp_path: Path) -> None:
+    made = plain({"w": torch.ones(2)})
+    assert "directory: is None: fzero.latest found no complete checkpoint" in fails(made.load, fzero.latest(tmp_path))
+    made.save(tmp_path)
+    assert "has no manifest.json, so it is no complete checkpoint; fzero.latest finds" in fails(made.load, tmp_path)
+
+
 def test_a_step_that_is_half_done_is_not_saved(tmp_path: Path) -> None:
     engine = fzero.HookedZero(torch.nn.Linear(2, 1), OPT)
     engine.backward(engine(torch.ones(1, 2)).sum())
@@ -330,7 +337,9 @@ def test_torch_reads_the_directory(tmp_path: Path) -> None:
     directory = fzero.latest(tmp_path)
     assert directory is not None
     metadata = FileSystemReader(directory).read_metadata()
-    assert _validate_global_plan([None, None], metadata) == []  # type: ignore[list-item]  # it only counts them
+    # it only counts the plans; torch 2.11 says True, later versions list what is wrong
+    verdict: Any = _validate_global_plan([None, None], metadata)  # type: ignore[list-item]
+    assert verdict is True or verdict == []
     dcp_to_torch_save(directory, tmp_path / "all.pt")
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     ties = {"rest.w": "rest.tied"}
