@@ -74,7 +74,9 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_an_undisturbed_one(t
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("torchrun", [False, True], ids=["program", "rank"])
+@pytest.mark.parametrize(
+    "torchrun", [pytest.param(False, marks=pytest.mark.long, id="program"), pytest.param(True, id="rank")]
+)
 def test_sigterm_saves_and_the_run_goes_on_with_other_ranks(torchrun: bool, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     options = ["--checkpoint", str(root), "--save-every", "5", "--steps", "100000"]
@@ -96,6 +98,7 @@ def test_sigterm_saves_and_the_run_goes_on_with_other_ranks(torchrun: bool, tmp_
     assert (root / f"step-{int(steps):08d}" / "manifest.json").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_sigterm_without_a_peer_ends_with_an_error_and_nothing_in_part(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
@@ -114,6 +117,7 @@ def test_sigterm_without_a_peer_ends_with_an_error_and_nothing_in_part(tmp_path:
     assert f"resumed from {latest}" in output
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_resnet_goes_on_with_the_other_engine_to_the_same_bits(tmp_path: Path) -> None:
     resnet = [*TRAIN_RESNET, *FEW_IMAGES, "--epochs", "2", "--batches", "5"]
