@@ -1,5 +1,6 @@
 """Checkpoints go from any world, stage, engine and bucket cap to any other, and keep every bit."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from saved import Made, module_engine, module_step, tree_engine, tree_step
 from trees import differing
 
 import fzero
+from fzero.manifest import read_manifest
 
 
 def settings(world: int, case: int) -> tuple[str, int, int]:
@@ -357,3 +359,47 @@ def test_torch_reads_the_directory(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         load(wanted, storage_reader=FileSystemReader(directory), no_dist=True)
     assert torch.equal(wanted["params"]["rest.b"], full["params.rest.b"])
+
+
+# --- who writes what -------------------------------------------------------------------------------------------------
+
+
+def save_two_stages(rank: int, world: int, folder: str) -> None:  # noqa: ARG001
+    for stage in (0, 1):
+        made, _ = module_step(module_engine("functional", 2, stage, 600), rank, 0)
+        made.save(f"{folder}/{stage}", step=1)
+
+
+@pytest.mark.ranks
+def test_each_rank_writes_its_own_pieces_and_stage_0_those_of_stage_1(tmp_path: Path) -> None:
+    run(save_two_stages, 3, str(tmp_path))
+    zero, one = (read_manifest(tmp_path / stage / "step-00000001") for stage in "01")
+    layout = module_engine("functional", 2, 0, 600)
+    assert len(layout.buckets()) >= 3
+    for name, leaf in zero.leaves.items():
+        other = one.leaves[name]
+        assert leaf._replace(pieces=()) == other._replace(pieces=())
+        # the same ranges, by the same ranks, of the same bits
+        assert [piece._replace(file="") for piece in leaf.pieces] == [piece._replace(file="") for piece in other.pieces]
+        assert [piece.file[:10] for piece in leaf.pieces] == [piece.file[:10] for piece in other.pieces]
+    sizes = list(zero.files.values())
+    assert max(sizes) < 1.5 * min(sizes)  # nobody writes for the others
+
+
+def test_a_load_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = module_step(module_engine("hooked", 2, 2, 600), 0, 0)
+    made.save(tmp_path, extra={"x": [torch.ones(2)]})
+    full = made.full()
+    made, _ = module_step(made, 0, 1)
+
+    def forbidden(*_: Any, **__: Any) -> Any:
+        raise AssertionError("unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, forbidden)
+    directory = fzero.latest(tmp_path)
+    assert directory is not None
+    (directory / ".metadata").unlink()  # it is for torch's tools only
+    made, extra = made.load(directory)
+    assert differing(made.full(), full) == []
+    assert torch.equal(extra["x"][0], torch.ones(2))
