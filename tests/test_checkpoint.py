@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run
-from saved import Made, module_engine, module_step, tree_engine, tree_step
-from trees import differing
+from saved import Made, Pile, batch, criterion, module_engine, module_step, tree_engine, tree_step
+from trees import differing, named
 
 import fzero
 from fzero.manifest import read_manifest
@@ -403,3 +403,41 @@ def test_a_load_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     made, extra = made.load(directory)
     assert differing(made.full(), full) == []
     assert torch.equal(extra["x"][0], torch.ones(2))
+
+
+OPTIMIZERS = {
+    "sgd": fzero.sgd(0.1),
+    "momentum": fzero.sgd(0.1, momentum=0.9),
+    "lion": fzero.lion(0.01),
+    "adam": fzero.adam(0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_from_either_engine_to_the_other(name: str, tmp_path: Path) -> None:
+    opt = OPTIMIZERS[name]
+
+    def hooked() -> Any:
+        return fzero.HookedZero(Pile(3), opt, 1, bucket_bytes=600)
+
+    def functional() -> tuple[Any, fzero.State]:
+        loss_fn, params, buffers = fzero.from_module(Pile(3), criterion)
+        params = {key: torch.zeros_like(leaf) for key, leaf in params.items()}
+        engine = fzero.Zero(loss_fn, opt, 2, bucket_bytes=900)
+        return engine, engine.init(params, buffers)
+
+    first = hooked()
+    for step in range(2):
+        inputs, targets = batch(0, step)
+        first.backward(criterion(first(inputs), targets))
+        first.step()
+    fzero.save(tmp_path, first)
+    engine, _ = functional()
+    state, _ = fzero.load(fzero.latest(tmp_path), engine)
+    assert differing(named(engine.opt_state(state)), named(first.opt_state())) == []
+    assert differing(dict(engine.params(state)), dict(first.params())) == []
+    fzero.save(tmp_path / "back", engine, state)
+    second = hooked()
+    fzero.load(fzero.latest(tmp_path / "back"), second)
+    assert differing(named(second.opt_state()), named(first.opt_state())) == []
+    assert differing(dict(second.buffers()), dict(first.buffers())) == []
