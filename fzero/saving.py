@@ -17,7 +17,7 @@ from fzero.insides import Insides, insides
 from fzero.manifest import CheckpointError
 from fzero.pieces import Entry, dtype_name
 from fzero.together import random_states
-from fzero.writing import Job, write
+from fzero.writing import Job, begin, write
 
 
 class Handle:
@@ -122,13 +122,14 @@ def save(
         before.finish()
     job = _agree_on(inside, Path(root), (state, step, extra, keep, blocking))
     handle = Handle(job.directory)
+    save_id = begin(job)
     if blocking:
-        write(job, None)
+        write(job, save_id, None)
         return handle
     job = job._replace(entries=tuple(_copied(entry) for entry in job.entries))
     store = own_store() if job.axis.size > 1 else None
     inside.saving = handle
-    handle.start(lambda: write(job, store))
+    handle.start(lambda: write(job, save_id, store))
     return handle
 
 

@@ -53,15 +53,20 @@ class Job(NamedTuple):
         return directory_of(self.root, self.step)
 
 
-def write(job: Job, store: Any) -> None:
-    """Write a checkpoint, all ranks together.
+def begin(job: Job) -> str:
+    """Make the directory, all ranks together; return a name of this save that no other has."""
+    work = (lambda: _begin(job)) if job.axis.rank == 0 else str
+    _, notes = together(job.axis, f"save step {job.step}, beginning", work, note=lambda save_id: {"id": save_id})
+    return str(notes[0]["id"])
+
+
+def write(job: Job, save_id: str, store: Any) -> None:
+    """Write a checkpoint, all ranks together, each through a store that no other thread uses.
 
     A rank that has reported its file never touches it again, whatever happens: rank 0 may still name it in the index.
     Rank 0 alone says what is complete, and so what is rubbish.
     """
-    axis, first, topic = job.axis, job.axis.rank == 0, f"save step {job.step}"
-    _, notes = together(axis, f"{topic}, beginning", lambda: _begin(job) if first else "", store, note=_as_note)
-    save_id = notes[0]["id"]
+    axis, first, topic = job.axis, job.axis.rank == 0, f"save step {job.step} ({save_id})"
     try:
         together(axis, f"{topic}, writing", lambda: _write_own(job, save_id), store)
         together(axis, f"{topic}, completing", lambda: _complete(job, save_id) if first else None, store)
@@ -71,10 +76,6 @@ def write(job: Job, store: Any) -> None:
                 _sweep(job.directory)
                 job.directory.rmdir()  # only if it is empty
         raise
-
-
-def _as_note(save_id: str) -> dict[str, Any]:
-    return {"id": save_id}
 
 
 def _begin(job: Job) -> str:
