@@ -37,9 +37,9 @@ class Binding:
     inspected: Inspected
     ties: tuple[int, ...]
     trained: tuple[int, ...]
-    """Leaves that have a slot in a bucket: floating, and the first of their tie."""
+    """Leaves that have a slot in a bucket: floating, not excluded, and the first of their tie."""
     fixed: tuple[int, ...]
-    """Integer and bool leaves, carried unchanged."""
+    """Leaves that are carried unchanged: integers, bools, and what the user excludes."""
     layout: Layout
     blocks: tuple[Block, ...]
     plain: Outline
@@ -94,14 +94,9 @@ def bind(
     """Lay out a tree that all ranks agree on; blocks are gathered over `axis`, or over `gathers`, the same ranks."""
     ties = tuple(ties)
     home = _homes(inspected, ties)
-    trained = tuple(
-        place for place, leaf in enumerate(inspected.leaves) if ties[place] == place and leaf.dtype.is_floating_point
-    )
-    fixed = tuple(
-        place
-        for place, leaf in enumerate(inspected.leaves)
-        if ties[place] == place and not leaf.dtype.is_floating_point
-    )
+    own = [place for place in range(len(inspected.leaves)) if ties[place] == place]
+    trained = tuple(place for place in own if inspected.leaves[place].trained)
+    fixed = tuple(place for place in own if not inspected.leaves[place].trained)
     specs = [
         LeafSpec(
             inspected.leaves[place].shape,

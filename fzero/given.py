@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.axis import Axis
-from fzero.rule import Optimizer
+from fzero.rule import Choice, Optimizer, choose
 from fzero.tree import (
     Node,
     Outline,
@@ -31,6 +31,8 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     label: Any
+    trained: bool
+    """Or carried unchanged: integers, and what the user excludes."""
 
 
 class Inspected(NamedTuple):
@@ -49,7 +51,10 @@ class Inspected(NamedTuple):
 
     def digest(self) -> str:
         """Return what all ranks must agree on (ties are rank 0's to say)."""
-        leaves = [f"{leaf.name or 'the tree'} {leaf.dtype} {leaf.shape} {leaf.label!r}" for leaf in self.leaves]
+        leaves = [
+            f"{leaf.name or 'the tree'} {leaf.dtype} {leaf.shape} {repr(leaf.label) if leaf.trained else 'carried'}"
+            for leaf in self.leaves
+        ]
         return "; ".join([*leaves, f"blocks {[name for name, _, _ in self.blocks]}", f"tree {self.structure}"])
 
     def notes(self) -> dict[str, Any]:
@@ -71,14 +76,21 @@ class Inspected(NamedTuple):
         return self._replace(device=device)
 
 
-def inspect(params: Tree, opt: Optimizer, axis: Axis, block_names: Sequence[str], shared: frozenset[str]) -> Inspected:
+def inspect(
+    params: Tree,
+    opt: Optimizer,
+    axis: Axis,
+    block_names: Sequence[str],
+    shared: frozenset[str],
+    trainable: Choice = None,
+) -> Inspected:
     """Check a tree of parameters and take it apart.
 
     Raises
     ------
     TypeError, ValueError
         Naming the leaf: not a tensor, complex, sparse, on another device than the others, partly overlapping another
-        one, of the same plain path as another one; or naming the block.
+        one, of the same plain path as another one, tied to one that is trained while it is not; or naming the block.
     """
     found = paths_and_leaves(params)
     for path, leaf in found:
@@ -90,12 +102,22 @@ def inspect(params: Tree, opt: Optimizer, axis: Axis, block_names: Sequence[str]
     axis.check_device(device)
     whole = outline(params)
     with_blocks, blocks = _cut_blocks(params, whole, block_names, shared)
-    labels = _labels(params, opt)
+    trained = [
+        chosen and leaf.is_floating_point()
+        for (_, leaf), chosen in zip(found, choose("params", "trainable", trainable, params), strict=True)
+    ]
+    if trainable is not None and not any(trained):
+        raise ValueError("trainable: excludes every leaf of params; leave at least one to train")
     leaves = tuple(
-        Leaf(plain_path(path), tuple(leaf.shape), leaf.dtype, label)
-        for (path, leaf), label in zip(found, labels, strict=True)
+        Leaf(plain_path(path), tuple(leaf.shape), leaf.dtype, label if trains else None, trains)
+        for (path, leaf), label, trains in zip(found, _labels(params, opt), trained, strict=True)
     )
     ties = _ties(found)
+    for leaf, source in zip(leaves, ties, strict=True):
+        if leaf.trained != leaves[source].trained:
+            raise ValueError(
+                f"trainable: leaves {leaves[source].name!r} and {leaf.name!r} are tied, so both train or none does"
+            )
     return Inspected(with_blocks, structure(params), leaves, ties, blocks, device, meta)
 
 
@@ -128,10 +150,8 @@ def _device(found: Sequence[tuple[Path, Tensor]], axis: Axis) -> tuple[torch.dev
 
 
 def _labels(params: Tree, opt: Optimizer) -> list[Any]:
-    """Return the label of every leaf, decided on the full leaves; None for leaves that are carried unchanged."""
-    leaves, treespec = optree.tree_flatten(params)
-    labels = treespec.flatten_up_to(opt.labels(params))
-    return [label if leaf.is_floating_point() else None for leaf, label in zip(leaves, labels, strict=True)]
+    """Return the label of every leaf, decided on the full leaves."""
+    return optree.tree_structure(params).flatten_up_to(opt.labels(params))
 
 
 def _ties(found: Sequence[tuple[Path, Tensor]]) -> tuple[int, ...]:

@@ -37,6 +37,8 @@ class ModuleLoss:
         names = tuple(blocks)
         shared = shared_parameters(self._units, names)
         self.ties = tied_names(module)
+        frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        self.trainable = (lambda path, _: path[0] not in frozen) if frozen else None
         self.shared = frozenset(name for name, parameter in self._units.named_parameters() if parameter in shared)
         # a block whose parameters all count as outside (a module that stands in the list twice) is none
         self.blocks = tuple(
@@ -83,7 +85,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         empty = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(module, memo)
 
 
@@ -198,7 +200,7 @@ def from_module(
     Raises
     ------
     ValueError
-        If a block is not a submodule, has no parameters or lies inside another one; if a parameter is frozen.
+        If a block is not a submodule, has no parameters or lies inside another one.
 
     Examples
     --------
@@ -210,12 +212,6 @@ def from_module(
         raise TypeError(f"from_module: module must be an nn.Module, got {type(module).__name__}")
     if not callable(criterion):
         raise TypeError(f"from_module: criterion must be a function of (output, targets), got {criterion!r}")
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            raise ValueError(
-                f"from_module: parameter {name!r} is frozen (requires_grad is False) and frozen parameters are not "
-                "supported yet; pass it as a buffer or a constant, or make it trainable"
-            )
     module = _unwrapped(module)
     names = default_blocks(module) if blocks is None else _names(module, blocks)
     params = OrderedDict((name, parameter.detach()) for name, parameter in module.named_parameters())

@@ -208,8 +208,8 @@ def _check(what: str, spec: Any, tensors: list[Any], params: list[Any]) -> None:
 
 
 def _choose(name: str, argument: str, choice: Choice, spec: Any, leaves: list[Any]) -> list[Any]:
-    """Return the bool (decay_mask) or float (rate_factor) of each leaf."""
-    masks = argument == "decay_mask"
+    """Return the bool (a mask) or float (rate_factor) of each leaf."""
+    masks = argument != "rate_factor"
     if choice is None:
         return [True if masks else 1.0] * len(leaves)
     if callable(choice):
@@ -219,12 +219,18 @@ def _choose(name: str, argument: str, choice: Choice, spec: Any, leaves: list[An
     for at, value in enumerate(values):
         if masks and not isinstance(value, bool):
             raise TypeError(
-                f"{name}: decay_mask must give a bool at {_show_at(spec, at)}, got {value!r}. "
+                f"{name}: {argument} must give a bool at {_show_at(spec, at)}, got {value!r}. "
                 "Convert it with bool(), and give it the structure of the parameters."
             )
         if not masks:
             values[at] = number(name, f"rate_factor at {_show_at(spec, at)}", value)
     return values
+
+
+def choose(name: str, argument: str, mask: Choice, params: Any) -> list[Any]:
+    """Return the bool of each leaf of a tree that a mask gives; None stands for True."""
+    leaves, spec = _flatten(params)
+    return _choose(name, argument, mask, spec, leaves)
 
 
 def _show_at(spec: Any, at: int) -> str:

@@ -210,7 +210,7 @@ class Program:
         variables = self.variables(parts.shards, fulls)
         # the loss function may write into its buffers; the state's own stay as they are until the step is accepted
         own = optree.tree_map(lambda buffer: buffer.clone(), buffers)
-        given = Given(parts.fixed, own, batch, sums, self.new_pass(parts.shards))
+        given = Given(self.carried(parts), own, batch, sums, self.new_pass(parts.shards))
         try:
             gradients, _, aux = value_and_grad(
                 lambda free: self.objective(free, parts.shards, fulls, given), list(variables)
@@ -222,6 +222,12 @@ class Program:
         if given.turn is not None:
             given.turn.end()
         return gradients, aux
+
+    def carried(self, parts: Parts) -> tuple[Tensor, ...]:
+        """Return the leaves that are not trained, as the loss function sees them."""
+        return tuple(
+            leaf.to(self.precision.computed(leaf.dtype)) if leaf.is_floating_point() else leaf for leaf in parts.fixed
+        )
 
     # --- reduction and update --------------------------------------------------------------------------------------
 
@@ -350,7 +356,7 @@ class Program:
             fulls = self.head(parts.shards)
             variables = self.variables(parts.shards, fulls)
             own = optree.tree_map(lambda buffer: buffer.clone(), parts.buffers)
-            given = Given(parts.fixed, own, batch, turn=self.new_pass(parts.shards))
+            given = Given(self.carried(parts), own, batch, turn=self.new_pass(parts.shards))
             _, totals = self.objective(variables, parts.shards, fulls, given)
             mine = torch.stack([totals.total, totals.counted])
             total, count = sum_over_ranks(mine, self.binding.axis).unbind()

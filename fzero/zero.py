@@ -19,7 +19,7 @@ from fzero.given import Inspected, block_names, inspect
 from fzero.initial import first_state
 from fzero.overlap import Overlap, compile_options
 from fzero.precision import Precision, check_precision
-from fzero.rule import Optimizer
+from fzero.rule import Choice, Optimizer
 from fzero.stages import Program, Totals, divided, loss_dtype
 from fzero.state import Metrics, Parts, State, to_parts, to_state
 from fzero.tree import Tree, build, outline, paths_and_leaves, show_path, structure
@@ -69,6 +69,10 @@ class Zero:
         Whether `loss_fn` returns something of its own as its last element.
     donate
         Write the new state into the old one's memory (the old one must not be used again), or leave the old one intact.
+    trainable
+        Which leaves of `params` are trained: None (all floating ones), a tree of bools, or a function of (path, leaf).
+        The others are carried unchanged, whole on every rank: no gradient, no moments, no decay, not in the norm. A
+        `loss_fn` from `from_module` brings its own: what does not require a gradient is not trained.
 
     Raises
     ------
@@ -102,6 +106,7 @@ class Zero:
         overlap: Overlap = Overlap(),  # noqa: B008  (frozen)
         has_aux: bool = False,
         donate: bool = True,
+        trainable: Choice = None,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn: must be a function, got {type(loss_fn).__name__}")
@@ -117,6 +122,7 @@ class Zero:
         self._blocks = block_names(own_blocks if blocks is None else blocks)
         if stage == 3 and not self._blocks:
             raise ValueError("blocks: stage 3 needs the parts that are gathered as one; pass blocks=, path prefixes")
+        self._trainable = getattr(loss_fn, "trainable", None) if trainable is None else trainable
         self._shared = frozenset(getattr(loss_fn, "shared", ()))
         self._loss_fn, self._opt, self._stage = loss_fn, opt, stage
         self._clip_norm, self._accumulate, self._bucket_bytes = clip_norm, accumulate, bucket_bytes
@@ -158,7 +164,7 @@ class Zero:
             for path, buffer in paths_and_leaves(buffers):
                 if not isinstance(buffer, Tensor):
                     raise TypeError(f"buffers: leaf {show_path(path)} must be a tensor, got {type(buffer).__name__}")
-            return inspect(params, self._opt, self._axis, self._blocks, self._shared)
+            return inspect(params, self._opt, self._axis, self._blocks, self._shared, self._trainable)
 
         def describe(inspected: Inspected) -> str:
             kinds = [(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in paths_and_leaves(buffers)]

@@ -72,6 +72,7 @@ def test_engine_arguments_and_defaults() -> None:
         f"overlap={fzero.Overlap()}",
         "has_aux=False",
         "donate=True",
+        "trainable=None",
     ]
     methods = {name: parameters(getattr(fzero.Zero, name))[1:] for name in vars(fzero.Zero) if not name.startswith("_")}
     assert methods == {

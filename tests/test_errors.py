@@ -51,7 +51,6 @@ def data(size: int = 6) -> tuple[Tensor, Tensor]:
         ({"loss_fn": 3}, TypeError, r"loss_fn: must be a function, got int"),
         ({"mesh": 3}, TypeError, r"mesh: must be a .*DeviceMesh"),
         ({"precision": None}, TypeError, r"precision"),
-        ({"trainable": None}, TypeError, r"trainable"),
         ({"overlap": None}, TypeError, r"overlap"),
     ],
 )
@@ -253,3 +252,44 @@ def small_mesh(rank: int, world: int) -> None:
 @pytest.mark.ranks
 def test_a_mesh_that_leaves_ranks_out_is_refused() -> None:
     ranks.run(small_mesh, 2)
+
+
+TIED = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "params", "error", "message"),
+    [
+        (
+            {"a": 1, "b": True},
+            {"a": torch.ones(2), "b": torch.ones(2)},
+            TypeError,
+            r"trainable must give a bool at .*a",
+        ),
+        ({"a": True}, {"a": torch.ones(2), "b": torch.ones(2)}, ValueError, r"trainable"),
+        (lambda _path, _leaf: False, {"a": torch.ones(2)}, ValueError, r"trainable: excludes every leaf"),
+        ({"a": True, "b": False}, {"a": TIED, "b": TIED}, ValueError, r"trainable: leaves 'a' and 'b' are tied"),
+    ],
+)
+def test_a_mask_of_what_is_trained_is_checked(trainable: Any, params: Any, error: Any, message: str) -> None:
+    engine = fzero.Zero(lambda params, _: params["a"].sum(), fzero.sgd(0.1), trainable=trainable)
+    with pytest.raises(error, match=message):
+        engine.init(params)
+
+
+def test_the_loss_function_sees_what_is_not_trained_in_the_compute_dtype() -> None:
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        assert params["a"].dtype == params["b"].dtype == torch.bfloat16
+        loss: Tensor = (params["a"] * params["b"] * batch).sum()
+        return loss
+
+    params = {"a": torch.ones(3), "b": torch.full((3,), 2.0), "n": torch.arange(3)}
+    engine = fzero.Zero(
+        loss_fn, fzero.sgd(0.5), precision=fzero.Precision.bf16, trainable={"a": True, "b": False, "n": True}
+    )
+    state, metrics = engine.step(engine.init(params), torch.ones(1, 3))
+    after = engine.params(state)
+    assert after["a"].tolist() == [0.0] * 3
+    assert after["b"].dtype == torch.float32
+    assert after["b"].tolist() == [2.0] * 3
+    assert float(metrics.grad_norm) == pytest.approx(12**0.5)

@@ -561,6 +561,15 @@ def frozen(rank: int, world: int, stage: int) -> list[str]:  # noqa: ARG001
             else:
                 setattr(middle, name, nn.Parameter(value, requires_grad=False))
         units = [module[0], module[4]]
+        if not as_buffer:
+            loss_fn, params, _ = fzero.from_module(module, F.mse_loss, blocks=list(module[::2]))
+            functional = fzero.Zero(loss_fn, opt(), stage, clip_norm=0.1)
+            state = functional.init(params)
+            for step in range(3):
+                state, metrics = functional.step(state, vectors(rank, step))
+            assert functional.opt_state(state).exp_avg["2.weight"] is None
+            assert functional.grads(state, vectors(rank, 3))[0]["2.weight"] is None
+            runs.append({**functional.params(state), "norm": metrics.grad_norm})
         engine = fzero.HookedZero(module, opt(), stage, clip_norm=0.1, units=units)
         for step in range(3):
             inputs, targets = vectors(rank, step)
@@ -574,7 +583,7 @@ def frozen(rank: int, world: int, stage: int) -> list[str]:  # noqa: ARG001
             assert grads["2.weight"] is None
             assert engine.opt_state().exp_avg["2.weight"] is None
             assert differing({"w": full["2.weight"]}, {"w": first["weight"]}) == []
-    return differing(runs[0], runs[1])
+    return differing(runs[0], runs[1]) + differing(runs[1], runs[2])
 
 
 @pytest.mark.ranks

@@ -276,6 +276,18 @@ def frozen(rank: int, world: int, folder: str, saving: bool) -> Any:  # noqa: AR
         found[stage] = dict(engine.params())
         # what forward uses is what was loaded
         found[stage]["output"] = engine(torch.ones(2, 5)).detach()
+        if not saving:  # into the other engine as well, and through it
+            ours: Any = _copy(module)
+            loss_fn, params, _ = fzero.from_module(
+                ours, lambda output, _: output.square().mean(), blocks=[ours[0], ours[1]]
+            )
+            functional = fzero.Zero(loss_fn, fzero.adamw(0.1, **OPT), stage)
+            functional.init(params)
+            state, _ = fzero.load(fzero.latest(f"{folder}/{(stage + 1) % 4}"), functional)
+            fzero.save(f"{folder}/functional{stage}", functional, state)
+            state, _ = fzero.load(fzero.latest(f"{folder}/functional{stage}"), functional)
+            assert differing(dict(functional.params(state)), dict(engine.params())) == []
+            assert functional.opt_state(state).exp_avg["0.weight"] is None
     return found
 
 
