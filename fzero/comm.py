@@ -74,9 +74,12 @@ def _pieces(pending: Pending, axis: Axis) -> list[Tensor]:
 def sum_in_order(pieces: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Sum (N, ...) over dim 0 in rank order, in `dtype`; 16-bit floats are summed in float32 and rounded once."""
     dtype = pieces.dtype if dtype is None else dtype
-    total = pieces[0].to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
-    for rank in range(1, pieces.shape[0]):
-        total = total + pieces[rank]
+    first, *others = pieces.unbind(0)
+    total = first.to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
+    if others:
+        total = total + others[0]  # memory of its own
+    for piece in others[1:]:
+        total += piece
     return total.to(dtype)
 
 

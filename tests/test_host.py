@@ -27,7 +27,7 @@ def ranks_of(world: int) -> Iterator[None]:
     """Be rank 0 of a group whose collectives communicate nothing, and whose other ranks always agree."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        with mock.patch("fzero.agree._exchange", lambda axis, _, report: [report] * axis.size):
+        with mock.patch("fzero.agree._exchange", lambda axis, _topic, report, _store=None: [report] * axis.size):
             yield
     finally:
         dist.destroy_process_group()
