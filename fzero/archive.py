@@ -48,6 +48,8 @@ class Written(NamedTuple):
 
 def memory(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, which must outlive them."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError("the memory of a tensor that is conjugated or negated later has other values than the tensor")
     count = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B")
 

@@ -92,6 +92,9 @@ def contents(held: Held, static: Static, *, writing: bool) -> Contents:
         )
     entries += [replicated(_path(("params",), name), leaf) for name, leaf in held.fixed.items()]
     entries.append(replicated(("step",), held.step))
+    again = duplicates(entry.name for entry in entries)
+    if again:
+        raise ValueError(f"params: two leaves have one name {again[0]!r} in a checkpoint; rename a key")
     return Contents(tuple(entries), _named_buffers(held.buffers), static.ties, held.step)
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,15 @@ def export(path: str | os.PathLike[str], engine: Any, state: Any = None) -> None
     CheckpointError
         On all ranks, if rank 0 cannot write. A file that was there before is as it was.
     """
-    inside, target = insides(engine), Path(path)
+    inside = insides(engine)
+    target = Path(path) if isinstance(path, (str, os.PathLike)) else Path()
     axis = inside.static.axis
 
     def check() -> Held:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path: must be that of a file to write, got {path!r}")
         held = inside.held(state)
-        for name, dtype in inside.given().items():
-            if dtype not in _NAMES:
-                raise ValueError(f"export: parameter {name!r} has dtype {dtype}, which safetensors does not know")
+        _check_names(inside.given())
         if axis.rank == 0 and not target.absolute().parent.is_dir():
             raise ValueError(f"path: there is no directory {target.absolute().parent}; make it first")
         return held
@@ -94,6 +95,15 @@ def export(path: str | os.PathLike[str], engine: Any, state: Any = None) -> None
         if descriptor >= 0:
             os.close(descriptor)
             part.unlink(missing_ok=True)
+
+
+def _check_names(given: Mapping[str, torch.dtype]) -> None:
+    """Refuse what safetensors has no name for."""
+    for name, dtype in given.items():
+        if name == "__metadata__":
+            raise ValueError("export: safetensors has no room for a parameter named '__metadata__'; rename it")
+        if dtype not in _NAMES:
+            raise ValueError(f"export: parameter {name!r} has dtype {dtype}, which safetensors does not know")
 
 
 def _plan(inside: Insides, held: Held) -> tuple[bytes, dict[str, tuple[int, torch.dtype]]]:

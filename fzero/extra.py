@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def encode(extra: Any) -> tuple[Any, list[Tensor]]:
@@ -27,9 +28,14 @@ def encode(extra: Any) -> tuple[Any, list[Tensor]]:
         if node is None or type(node) in (bool, int, float, str):
             return node
         if isinstance(node, Tensor):
+            kind = type(node).__name__
+            if type(node) not in (Tensor, Parameter) or node.is_quantized or node.is_nested:
+                kind = f"a quantized {node.dtype}" if node.is_quantized else kind
+                raise TypeError(f"{where} must be a plain tensor, got {kind}; convert it")
             if node.is_meta or node.layout != torch.strided:
                 raise TypeError(f"{where} must be a dense tensor with values, got {node.layout} on {node.device}")
-            tensors.append(node.detach())
+            # conjugation and negation may be put off: the memory has other values then
+            tensors.append(node.detach().resolve_conj().resolve_neg())
             return {"tensor": len(tensors) - 1}
         if type(node) is dict:
             for key in node:

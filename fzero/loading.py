@@ -77,11 +77,14 @@ def load(directory: str | os.PathLike[str] | None, engine: Any) -> Any:
     if inside.saving is not None:
         before, inside.saving = inside.saving, None
         before.finish()
-    path, axis = Path(directory or ""), inside.static.axis
+    path = Path(directory) if isinstance(directory, (str, os.PathLike)) else Path()
+    axis = inside.static.axis
 
     def check() -> tuple[Manifest, Any, list[Entry]]:
         if directory is None:
             raise CheckpointError("directory: is None: fzero.latest found no complete checkpoint; start without one")
+        if not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(f"directory: must be the path of a checkpoint, got {directory!r}")
         manifest = read_manifest(path)
         blank, held = inside.blank()
         found = contents(held, inside.static, writing=False)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from fzero.archive import BLOCK
 from fzero.pieces import Entry
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
-OURS = re.compile(r"rank-\d{5,}\.[0-9a-f]{8}\.(distcp|json)|manifest\.json\.part|\.metadata\.part")
+OURS = re.compile(r"rank-\d{5,}\.[0-9a-f]{8}\.(distcp|json)|(manifest\.json|\.metadata)\.[0-9a-f]{8}\.part")
 """Files of saves, finished or not, beside manifest and metadata."""
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -110,7 +110,13 @@ def read_manifest(directory: Path) -> Manifest:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
     manifest = _parse(text, directory / MANIFEST)
-    for name, size in manifest.files.items():
+    check_files(directory, manifest.files)
+    return manifest
+
+
+def check_files(directory: Path, files: Mapping[str, int]) -> None:
+    """Raise `CheckpointError` unless files are there with as many bytes as were written."""
+    for name, size in files.items():
         try:
             found = (directory / name).stat().st_size
         except OSError as error:
@@ -119,7 +125,6 @@ def read_manifest(directory: Path) -> Manifest:
             ) from error
         if found != size:
             raise CheckpointError(f"{directory / name}: was written with {size} bytes and has {found}; it was damaged")
-    return manifest
 
 
 def _parse(text: str, file: Path) -> Manifest:
@@ -205,17 +210,17 @@ def complete_steps(root: Path) -> dict[int, Path]:
     return {step: path for step, path in step_directories(root).items() if (path / MANIFEST).is_file()}
 
 
-def write_part(path: Path, data: bytes) -> None:
+def write_part(path: Path, save_id: str, data: bytes) -> None:
     """Write what will be a file, durably, beside it; `publish` moves it there."""
-    with path.with_name(f"{path.name}.part").open("wb") as file:
+    with path.with_name(f"{path.name}.{save_id}.part").open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def publish(path: Path) -> None:
+def publish(path: Path, save_id: str) -> None:
     """Let what `write_part` wrote be the file, in one move."""
-    path.with_name(f"{path.name}.part").replace(path)
+    path.with_name(f"{path.name}.{save_id}.part").replace(path)
     sync_directory(path.parent)
 
 

@@ -120,7 +120,7 @@ def save(
     if inside.saving is not None:
         before, inside.saving = inside.saving, None
         before.finish()
-    job = _agree_on(inside, Path(root), (state, step, extra, keep, blocking))
+    job = _agree_on(inside, root, (state, step, extra, keep, blocking))
     handle = Handle(job.directory)
     save_id = begin(job)
     if blocking:
@@ -133,12 +133,16 @@ def save(
     return handle
 
 
-def _agree_on(inside: Insides, root: Path, given: tuple[Any, ...]) -> Job:
+def _agree_on(inside: Insides, place: Any, given: tuple[Any, ...]) -> Job:
     """Check everything that a rank was given and learn from the others what they write."""
     axis, device = inside.static.axis, inside.static.device
     state, step, extra, keep, blocking = given
 
+    root = Path(place) if isinstance(place, (str, os.PathLike)) else None
+
     def check() -> tuple[Contents, Any, list[Tensor]]:
+        if root is None:
+            raise TypeError(f"root: must be the path of a directory, got {place!r}")
         found = contents(inside.held(state), inside.static, writing=True)
         for name, value, least in (("step", step, 0), ("keep", keep, 1)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
@@ -167,7 +171,7 @@ def _agree_on(inside: Insides, root: Path, given: tuple[Any, ...]) -> Job:
     ]
     whole = (*found.entries, *buffers)
     applied = int(found.step) if step is None else step
-    return Job(axis, root, applied, keep, (*whole, *own), whole, found.ties, own_extra)
+    return Job(axis, Path(place), applied, keep, (*whole, *own), whole, found.ties, own_extra)
 
 
 def _own(path: tuple[str, ...], tensor: Tensor) -> Entry:

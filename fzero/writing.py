@@ -18,6 +18,7 @@ from fzero.manifest import (
     Leaf,
     Manifest,
     Piece,
+    check_files,
     complete_steps,
     directory_of,
     incomplete,
@@ -73,7 +74,7 @@ def write(job: Job, save_id: str, store: Any) -> None:
     except BaseException:
         if first:
             with contextlib.suppress(OSError):
-                _sweep(job.directory)
+                _sweep(job.directory, save_id)
                 job.directory.rmdir()  # only if it is empty
         raise
 
@@ -139,10 +140,11 @@ def _complete(job: Job, save_id: str) -> None:
     if broken:
         raise CheckpointError(f"save: the ranks' pieces of {', '.join(broken)} are not the whole leaf once")
     manifest = Manifest(job.step, job.axis.size, files, leaves, job.ties, tuple(extras))
-    write_part(job.directory / METADATA, metadata(manifest))
-    write_part(job.directory / MANIFEST, manifest.text().encode())
-    publish(job.directory / MANIFEST)
-    publish(job.directory / METADATA)
+    write_part(job.directory / METADATA, save_id, metadata(manifest))
+    write_part(job.directory / MANIFEST, save_id, manifest.text().encode())
+    check_files(job.directory, files)  # another save of this step may have taken them for rubbish
+    publish(job.directory / MANIFEST, save_id)
+    publish(job.directory / METADATA, save_id)
     try:
         _clean(job)
     except OSError as error:
@@ -152,15 +154,18 @@ def _complete(job: Job, save_id: str) -> None:
 # --- cleaning up -----------------------------------------------------------------------------------------------------
 
 
-def _sweep(directory: Path) -> None:
-    """Remove what saves have left in a directory beside the complete checkpoint there; nothing, if that is damaged."""
+def _sweep(directory: Path, save_id: str = "") -> None:
+    """Remove what saves, or one of them, have left in a directory beside the complete checkpoint there.
+
+    Nothing, if that is damaged.
+    """
     try:
         keep = read_manifest(directory).files if (directory / MANIFEST).is_file() else {}
     except CheckpointError:
         return
     for path in list(directory.iterdir()):
-        if OURS.fullmatch(path.name) and path.name not in keep:
-            path.unlink()
+        if OURS.fullmatch(path.name) and save_id in path.name and path.name not in keep:
+            path.unlink(missing_ok=True)
 
 
 def _clean(job: Job) -> None:

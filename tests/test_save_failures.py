@@ -1,5 +1,6 @@
 """Saves that fail, are cut short, or go on in the background: nothing is lost and nobody waits for ever."""
 
+import contextlib
 import os
 import random
 import re
@@ -338,7 +339,7 @@ def killed_at(rank: int, world: int, folder: str, place: str) -> None:  # noqa: 
             0,
             writing,
             "publish",
-            lambda path: die() if path.name == "manifest.json" else publish(path),
+            lambda path, save_id: die() if path.name == "manifest.json" else publish(path, save_id),
         ),
         "before cleaning": (0, writing, "_clean", die),
     }
@@ -389,3 +390,81 @@ def test_a_save_cut_short_there_counts_as_none_and_can_be_repeated(place: str, t
     for wrong, left in run(after_kill, 2, str(tmp_path), place):
         assert wrong == []
         assert left == ["", "manifest", "rank-00000", "rank-00001"]
+
+
+# --- what a reader of this found -------------------------------------------------------------------------------------
+
+
+def small() -> tuple[fzero.Zero, Any]:
+    engine = fzero.Zero(lambda params, batch: (params["w"] * batch).square().mean(), fzero.adamw(0.1))
+    return engine, engine.init({"w": torch.ones(200_000)})
+
+
+def test_two_saves_of_one_step_at_once_leave_a_complete_checkpoint(tmp_path: Path) -> None:
+    (one, state), (other, same) = small(), small()
+    for turn in range(12):
+        root = tmp_path / str(turn)
+        fzero.save(root, one, state, step=3)
+        handle = fzero.save(root, one, state, step=3, blocking=False)
+        time.sleep(turn * 0.001)
+        for finish in (lambda root=root: fzero.save(root, other, same, step=3), handle.wait):
+            with contextlib.suppress(fzero.CheckpointError):  # one of them may fail, and says so
+                finish()
+        fzero.load(fzero.latest(root), other)
+
+
+def test_extra_is_what_it_was_even_if_it_is_conjugated_or_negated_later(tmp_path: Path) -> None:
+    engine, state = small()
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    extra = [z.conj(), z.conj().imag[:1], torch._neg_view(torch.ones(2))]
+    assert extra[0].is_conj()
+    assert extra[1].is_neg()
+    assert extra[2].is_neg()
+    for number, blocking in enumerate((True, False)):
+        fzero.save(tmp_path, engine, state, step=number, extra=extra, blocking=blocking).wait()
+        _, found = fzero.load(fzero.latest(tmp_path), engine)
+        for left, right in zip(found, extra, strict=True):
+            assert torch.equal(left, right)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*nested:UserWarning")
+def test_what_would_not_come_back_is_refused(tmp_path: Path) -> None:
+    engine, state = small()
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for odd in (quantized, nested):
+        with pytest.raises(TypeError, match=r"extra\[0\] must be a plain tensor, got"):
+            fzero.save(tmp_path, engine, state, extra=[odd])
+    twice = fzero.Zero(lambda params, _: params["w"].sum(), fzero.sgd(0.1))
+    with pytest.raises(ValueError, match=r"params: two leaves have one name 'params\.w'"):
+        fzero.save(tmp_path, twice, twice.init({"w": torch.zeros(2), "_orig_mod": {"w": torch.ones(2)}}))
+    named = fzero.Zero(lambda params, _: params["__metadata__"].sum(), fzero.sgd(0.1))
+    with pytest.raises(ValueError, match="no room for a parameter named '__metadata__'"):
+        fzero.export(tmp_path / "x.safetensors", named, named.init({"__metadata__": torch.ones(1)}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def wrong_place(rank: int, world: int, folder: str) -> list[str]:  # noqa: ARG001
+    set_patience(20)
+    engine, state = small()
+    directory = fzero.save(folder, engine, state).wait()
+    places: list[Any] = [5] * 3 if rank else [folder, directory, f"{folder}/x.safetensors"]
+    told = []
+    for call in (
+        lambda: fzero.save(places[0], engine, state),
+        lambda: fzero.load(places[1], engine),
+        lambda: fzero.export(places[2], engine, state),
+    ):
+        started = time.monotonic()
+        with pytest.raises((TypeError, ValueError, fzero.CheckpointError)) as caught:
+            call()
+        assert time.monotonic() - started < 10
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.ranks
+def test_a_place_that_is_none_on_one_rank_is_refused_on_all_at_once(tmp_path: Path) -> None:
+    for told in run(wrong_place, 2, str(tmp_path)):
+        for message, name in zip(told, ("root", "directory", "path"), strict=True):
+            assert f"{name}: " in message or "differ" in message, message
