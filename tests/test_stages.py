@@ -143,8 +143,14 @@ def oracle(world: int, name: str, dtype: torch.dtype, clip: float | None) -> lis
     return list(torch_adamw(model.params, loss_of, STEPS[dtype], lr=RATE, clip=clip, decay_mask=is_matrix))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        pytest.param(world, name, marks=[pytest.mark.long] if (world, name) == (4, "gpt") else [])
+        for world in WORLDS
+        for name in MODELS
+    ],
+)
 def test_stages_and_bucket_caps_give_the_same_bits(world: int, name: str) -> None:
     """Ten steps: gradients, parameters, both moments, loss and norm; with four micro-batches 0 = 1 and 2 = 3."""
     for rank, result in enumerate(results(world, name)):
