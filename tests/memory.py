@@ -15,6 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 AT_LEAST = 20
 """Times that the C library is asked within any call that is measured; fewer would miss its peak."""
 
+PATIENCE = 10
+"""Times that a new peak is looked at before it counts; a busy machine lets gloo's threads wait for their turn."""
+
+SMALL = 2**12
+"""Bytes that are not worth the wait."""
+
 
 class Mallinfo(ctypes.Structure):
     _fields_ = [
@@ -39,7 +45,7 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     It is asked after every operation, and inside inductor's code after every allocation. torch's profiler would not
     do: it does not see what gloo's threads release. They release it a moment after the wait for it has ended: a new
-    peak counts if it is still there two milliseconds later.
+    peak counts if it is still there `PATIENCE` times two milliseconds later.
     """
 
     def __init__(self) -> None:
@@ -54,9 +60,11 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def sample(self) -> None:
         self.samples += 1
-        if self.in_use() - self.start > self.peak:
+        for _ in range(PATIENCE):
+            if self.in_use() - self.start <= self.peak + SMALL:
+                break
             time.sleep(0.002)
-            self.peak = max(self.peak, self.in_use() - self.start)
+        self.peak = max(self.peak, self.in_use() - self.start)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
