@@ -95,7 +95,9 @@ def compare(rank: int, world: int) -> list[str]:  # noqa: ARG001  (the launcher 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=[pytest.mark.long] if world == 3 else []) for world in WORLDS]
+)
 def test_the_same_bits_as_the_functional_engine(world: int) -> None:
     """Ten steps: gradients, parameters, both moments, buffers, loss and norm; accumulation 1, and 3 with clipping."""
     for rank, found in enumerate(ranks.run(compare, world, limit=300.0)):

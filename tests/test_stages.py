@@ -146,7 +146,7 @@ def oracle(world: int, name: str, dtype: torch.dtype, clip: float | None) -> lis
 @pytest.mark.parametrize(
     ("world", "name"),
     [
-        pytest.param(world, name, marks=[pytest.mark.long] if (world, name) == (4, "gpt") else [])
+        pytest.param(world, name, marks=[pytest.mark.long] if (world, name) in ((4, "gpt"), (3, "tree")) else [])
         for world in WORLDS
         for name in MODELS
     ],
