@@ -8,6 +8,7 @@ On SIGTERM to any rank all of them save after the step that they are at, and end
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from launch import on_all_ranks, positive
+from torch import Tensor
 
 import fzero
 
@@ -39,6 +41,15 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse what makes no sense."""
     if options.save_every is not None and options.checkpoint is None:
         parser.error("--save-every: where to? pass --checkpoint DIR")
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of the names and bits of a dict of tensors."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 class Checkpoints:

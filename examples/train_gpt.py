@@ -25,7 +25,6 @@ loss function and a tree of parameters; what a stage changes is only where `fzer
 from __future__ import annotations
 
 import argparse
-import hashlib
 import pydoc_data.topics
 import sys
 import time
@@ -272,7 +271,7 @@ def finish(run: Run, world: int, seconds: float) -> None:
     if run.rank == 0:
         text = sample(run.module, full, SAMPLE_BYTES, options.seed)
         print(f"--- sample ---\n{text}\n--------------")
-        print(f"parameters: SHA-256 {digest(full)}")
+        print(f"parameters: SHA-256 {resume.digest(full)}")
         print(f"{options.steps} steps in {seconds:.0f} s; peak memory per rank in MB:", *(f"{mb:.0f}" for mb in memory))
         if options.plot is not None:
             plot(options.plot, [float(loss) for loss in run.losses], run.evaluated)
@@ -288,15 +287,6 @@ def check(options: argparse.Namespace, before: float, after: float, rank: int) -
         assert after < before - PROOF_FALL, f"{options.steps} steps should lower {before:.3f} by {PROOF_FALL}"
     if options.below is not None:
         assert after < options.below, f"the validation loss ended at {after:.3f}, not below {options.below}"
-
-
-def digest(tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of the names and bits of a dict of tensors."""
-    found = hashlib.sha256()
-    for name, tensor in tensors.items():
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 @torch.no_grad()

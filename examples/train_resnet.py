@@ -24,7 +24,6 @@ the end of a step (``buffer_policy="rank0"``), and the run ends by checking that
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import socket
 import sys
@@ -394,7 +393,7 @@ def train(options: argparse.Namespace, rank: int, world: int, device: torch.devi
 def finish(run: Run, seconds: float) -> None:
     """Print what came out. Collective."""
     memory = on_all_ranks(peak_memory(run.device), run.world)
-    digests = on_all_ranks(digest(run.engine.buffers()), run.world)
+    digests = on_all_ranks(resume.digest(run.engine.buffers()), run.world)
     assert len(set(digests)) == 1, f"the running statistics differ between ranks: {digests}"
     losses = [float(loss) for loss in run.losses]
     if run.rank == 0:
@@ -437,15 +436,6 @@ def top1(
     right, judged = counts.tolist()
     assert judged == len(data.held_out.targets), f"{judged} images were judged, not {len(data.held_out.targets)}"
     return float(right / judged)
-
-
-def digest(tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of the names and bits of a dict of tensors."""
-    found = hashlib.sha256()
-    for name, tensor in tensors.items():
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def plot(file: Path, losses: list[float], accuracies: list[tuple[int, float]]) -> None:

@@ -35,18 +35,14 @@ def placed(batch: Tree, device: torch.device) -> Tree:
     From pinned memory the copy is not waited for, so what lies there must not be written to before the step is done (a
     `DataLoader` with ``pin_memory=True`` never does).
     """
-    moved = False
+    if all(leaf.device == device for leaf in optree.tree_leaves(batch)):
+        return batch
     for path, leaf in paths_and_leaves(batch):
-        if leaf.device == device:
-            continue
-        moved = True
-        if leaf.device.type != "cpu":
+        if leaf.device != device and leaf.device.type != "cpu":
             raise ValueError(
                 f"batch: leaf {show_path(path)} is on {leaf.device}, the state on {device}; "
                 "a batch must be there too, or on CPU, from where it is moved"
             )
-    if not moved:
-        return batch
     return optree.tree_map(lambda leaf: leaf.to(device, non_blocking=leaf.is_pinned()), batch)
 
 

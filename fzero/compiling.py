@@ -4,6 +4,7 @@ The others then find what it compiled in inductor's cache.
 """
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -88,9 +89,8 @@ class Queue:
         for rank, note in enumerate(everyone):
             other = note["collectives"]
             if other != first:
-                at = next((at for at, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
-                at = min(len(first), len(other)) if at is None else at
-                here, there = ((names[at] if at < len(names) else "none") for names in (first, other))
+                pairs = enumerate(itertools.zip_longest(first, other, fillvalue="none"))
+                at, here, there = next((at, here, there) for at, (here, there) in pairs if here != there)
                 raise ValueError(
                     f"{topic}: the ranks differ, and none of them goes on. Call {at} that communicates is "
                     f"{here!r} on rank 0 and {there!r} on rank {rank}. A compiled step must call the same blocks in "

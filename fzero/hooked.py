@@ -297,6 +297,10 @@ class HookedZero:
         for old, value in zip(leaves, new, strict=True):
             if old is not value:  # what all buckets share
                 accept(skipped, old, value, old)
+        self._refresh(flat)
+
+    def _refresh(self, flat: Flat) -> None:
+        """Let the parameters be what is owned of them, which has changed; gathers them where they stay gathered."""
         if self._stage == 0 and not flat.exact:
             flat.full.copy_(flat.owned)
         elif self._stage in (1, 2) and not (flat.exact and self._axis.size == 1):

@@ -162,11 +162,7 @@ class OfHooked:
         engine, (shards, states, fixed, buffers, step) = self._engine, blank
         for flat, new in zip(engine._flats, shards, strict=True):
             flat.owned.copy_(new)
-            if engine._stage == 0 and not flat.exact:
-                flat.full.copy_(flat.owned)
-            elif engine._stage in (1, 2) and not (flat.exact and engine._axis.size == 1):
-                flat.gather(engine._axis)
-            flat.changed()
+            engine._refresh(flat)
         if engine._units is not None:
             engine._units.free_outside()
         for old, new in zip(engine._opt_states, states, strict=True):

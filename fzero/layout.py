@@ -6,6 +6,7 @@ and padding is zero. Rank r of N owns the r-th of N equal contiguous pieces of e
 balance to the element, whatever the shapes of the leaves (ZeRO, arXiv:1910.02054, sec. 5).
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -33,10 +34,7 @@ class LeafSpec:
     @property
     def numel(self) -> int:
         """Elements, as a Python int (leaves above 2**31 elements are planned exactly)."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

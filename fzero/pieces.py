@@ -1,5 +1,6 @@
 """What a checkpoint holds of a leaf: flat ranges of it, cut into rectangles. Arithmetic only."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,10 +40,7 @@ class Entry(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the full leaf."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def dtype_name(tensor: Tensor) -> str:
