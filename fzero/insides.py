@@ -18,8 +18,6 @@ class Insides(Protocol):
     """An engine, seen from a checkpoint."""
 
     static: Static
-    saving: Any
-    """The handle of a save in the background."""
 
     def held(self, state: Any) -> Held:
         """Return the state; refuse one that is not this engine's."""
@@ -46,6 +44,13 @@ def insides(engine: Any) -> Insides:
     raise TypeError(f"engine: must be a fzero.Zero or a fzero.HookedZero, got {type(engine).__name__}")
 
 
+def settle(engine: Any, handle: Any = None) -> None:
+    """Wait for the save of an engine in the background and raise what nobody was told of; remember another one."""
+    before, engine._saving = engine._saving, handle
+    if before is not None:
+        before.finish()
+
+
 class OfZero:
     """The functional engine."""
 
@@ -61,15 +66,6 @@ class OfZero:
         trained = tuple(leaves[place].name for place in binding.trained)
         whole, device = self._program.stage == 0, binding.inspected.device
         self.static = Static(binding.axis, binding.layout, trained, names, ties, whole, device)
-
-    @property
-    def saving(self) -> Any:
-        """The handle of a save in the background."""
-        return self._engine._saving
-
-    @saving.setter
-    def saving(self, handle: Any) -> None:
-        self._engine._saving = handle
 
     def held(self, state: Any) -> Held:
         """Return the state; refuse one that is not this engine's."""
@@ -110,15 +106,6 @@ class OfHooked:
         trained = tuple(unwrapped_name(name) for name in engine._taken.trained_names)
         whole = engine._stage == 0
         self.static = Static(engine._axis, engine._layout, trained, names, {}, whole, engine._device)
-
-    @property
-    def saving(self) -> Any:
-        """The handle of a save in the background."""
-        return self._engine._saving
-
-    @saving.setter
-    def saving(self, handle: Any) -> None:
-        self._engine._saving = handle
 
     def held(self, state: Any) -> Held:
         """Return the state; refuse one from outside, and a step that is half done."""

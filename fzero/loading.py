@@ -16,7 +16,7 @@ from fzero.archive import BLOCK
 from fzero.axis import Axis
 from fzero.contents import buffer_entries, contents
 from fzero.extra import decode
-from fzero.insides import Insides, insides
+from fzero.insides import Insides, insides, settle
 from fzero.manifest import (
     CheckpointError,
     Leaf,
@@ -74,9 +74,7 @@ def load(directory: str | os.PathLike[str] | None, engine: Any) -> Any:
         if leaves are missing, unexpected, or of other shapes, dtypes or ties (listing them all).
     """
     inside = insides(engine)
-    if inside.saving is not None:
-        before, inside.saving = inside.saving, None
-        before.finish()
+    settle(engine)
     path = Path(directory) if isinstance(directory, (str, os.PathLike)) else Path()
     axis = inside.static.axis
 

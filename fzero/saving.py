@@ -13,7 +13,7 @@ from fzero import archive
 from fzero.agree import agree, own_store
 from fzero.contents import Contents, buffer_entries, contents
 from fzero.extra import encode
-from fzero.insides import Insides, insides
+from fzero.insides import Insides, insides, settle
 from fzero.manifest import CheckpointError
 from fzero.pieces import Entry, dtype_name
 from fzero.together import random_states
@@ -117,9 +117,7 @@ def save(
         On all ranks, if one cannot write (the disk is full) or is gone. Earlier checkpoints are as they were.
     """
     inside = insides(engine)
-    if inside.saving is not None:
-        before, inside.saving = inside.saving, None
-        before.finish()
+    settle(engine)
     job = _agree_on(inside, root, (state, step, extra, keep, blocking))
     handle = Handle(job.directory)
     save_id = begin(job)
@@ -128,7 +126,7 @@ def save(
         return handle
     job = job._replace(entries=tuple(_copied(entry) for entry in job.entries))
     store = own_store() if job.axis.size > 1 else None
-    inside.saving = handle
+    settle(engine, handle)
     handle.start(lambda: write(job, save_id, store))
     return handle
 
