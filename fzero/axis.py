@@ -30,9 +30,13 @@ class Axis:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
+    def scatters_natively(self, device: torch.device) -> bool:
+        """Return whether tensors there have a reduce-scatter of the backend's own."""
+        return self.native and device.type == "cuda"
+
     def bucket_bytes(self, cap: int, device: torch.device) -> int:
         """Return how large buckets should be at most if the user allows `cap` bytes: on gloo, several messages."""
-        if self.size == 1 or (self.native and device.type == "cuda"):
+        if self.size == 1 or self.scatters_natively(device):
             return cap
         return min(cap, self.size * MESSAGE_BYTES)
 

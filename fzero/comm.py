@@ -40,7 +40,7 @@ def start_scatter(full: Tensor, axis: Axis, dtype: torch.dtype | None = None) ->
     """
     if axis.size == 1:
         return (full,)
-    if axis.native and full.is_cuda:
+    if axis.scatters_natively(full.device):
         full = full.contiguous() if dtype is None else full.to(dtype).contiguous()
         return (_ops.reduce_scatter_tensor(full, "sum", axis.size, axis.group),)
     length = full.numel() // axis.size
@@ -68,7 +68,7 @@ def _pieces(pending: Pending, axis: Axis) -> list[Tensor]:
     if axis.size == 1:
         return [part.view(1, -1) for part in pending]
     arrived = [_ops.wait_tensor(part) for part in pending]
-    return [part.view(1 if axis.native and part.is_cuda else axis.size, -1) for part in arrived]
+    return [part.view(1 if axis.scatters_natively(part.device) else axis.size, -1) for part in arrived]
 
 
 def sum_in_order(pieces: Tensor, dtype: torch.dtype | None = None) -> Tensor:

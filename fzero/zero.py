@@ -218,7 +218,7 @@ class Zero:
 
         NCCL runs the collectives of one group one after the other.
         """
-        return self._stage == 3 and self._axis.native and device.type == "cuda"
+        return self._stage == 3 and self._axis.scatters_natively(device)
 
     def _program(self, binding: Binding, buffers: Tree) -> Program:
         probe = torch.empty(7)  # a shape that no scalar of an optimizer has
