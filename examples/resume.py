@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 --max-restarts 2 examples/train_gpt.py --checkpoint runs/1 --save-every 50
 
 goes on from the last complete checkpoint when a rank dies, and so does the same command with another number of ranks.
-On SIGTERM to any rank all of them save after the step that they are at, and end with exit code 0.
+On SIGTERM to any rank all of them save after the next step, and end with exit code 0.
 """
 
 from __future__ import annotations
@@ -53,18 +53,14 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of one run, on one rank of `world`."""
+    """The checkpoints of one run, on one rank of `world`, which trains with `engine`."""
 
-    def __init__(self, options: argparse.Namespace, world: int, device: torch.device) -> None:
-        self.options, self.world, self.device = options, world, device
-        self.asked = False
+    def __init__(self, options: argparse.Namespace, world: int, engine: fzero.Zero | fzero.HookedZero) -> None:
+        self.options, self.world = options, world
         self.saved: tuple[int, Any] | None = None  # the last step, and its handle
         if options.checkpoint is not None:
-            signal.signal(signal.SIGTERM, self.ask)
-
-    def ask(self, *_: object) -> None:
-        """Note that this rank was asked to end; nothing else is safe in a signal handler."""
-        self.asked = True
+            # the next step tells all ranks, so that all end at the same one
+            signal.signal(signal.SIGTERM, lambda *_: engine.request_stop())
 
     def latest(self) -> Path | None:
         """Return the checkpoint to go on from, the same on every rank."""
@@ -72,11 +68,11 @@ class Checkpoints:
             return None
         return on_all_ranks(fzero.latest(self.options.checkpoint), self.world)[0]
 
-    def after(self, step: int, save: Save) -> bool:
-        """Save after a step if it is time or a rank was asked to end; return whether to end. Collective."""
+    def after(self, step: int, metrics: fzero.Metrics, save: Save) -> bool:
+        """Save after a step if it is time or a rank was asked to end; return whether to end. Collective if it saves."""
         if self.options.checkpoint is None:
             return False
-        ending = self.anyone_asked()
+        ending = bool(metrics.stop)  # on CUDA this waits for the step
         if ending or (self.options.save_every is not None and step % self.options.save_every == 0):
             self.save(step, save)
         if ending:
@@ -94,11 +90,3 @@ class Checkpoints:
         """Wait for the last save, before the process group goes."""
         if self.saved is not None:
             self.saved[1].wait()
-
-    def anyone_asked(self) -> bool:
-        """Return whether any rank was asked to end: one byte from each rank, so that all end at the same step."""
-        if self.world == 1:
-            return self.asked
-        asked = torch.tensor(self.asked, dtype=torch.uint8, device=self.device)
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return bool(asked)

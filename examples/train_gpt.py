@@ -229,7 +229,7 @@ class Run:
 def train(options: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
     """Train one rank of `world`; every rank runs the same lines, and rank 0 also talks."""
     run = Run(options, rank, world, device)
-    checkpoints = resume.Checkpoints(options, world, device)
+    checkpoints = resume.Checkpoints(options, world, run.engine)
     directory = checkpoints.latest()
     if directory is not None:
         run.go_on(directory)
@@ -256,7 +256,7 @@ def train(options: argparse.Namespace, rank: int, world: int, device: torch.devi
                 )
             bar.update()
             report()
-            if checkpoints.after(run.done, run.save):
+            if checkpoints.after(run.done, metrics, run.save):
                 return
     checkpoints.save(run.done, run.save)
     checkpoints.wait()

@@ -361,7 +361,7 @@ class Run:
 def train(options: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
     """Train one rank of `world`; every rank runs the same lines, and rank 0 also talks."""
     run = Run(options, rank, world, device)
-    checkpoints = resume.Checkpoints(options, world, device)
+    checkpoints = resume.Checkpoints(options, world, run.engine.engine)
     directory = checkpoints.latest()
     if directory is not None:
         run.go_on(directory)
@@ -375,7 +375,7 @@ def train(options: argparse.Namespace, rank: int, world: int, device: torch.devi
                 run.losses.append(metrics.loss)
                 run.place += 1
                 bar.update()
-                if checkpoints.after(len(run.losses), run.save):
+                if checkpoints.after(len(run.losses), metrics, run.save):
                     return
             accuracy = run.end_epoch()
             if rank == 0:

@@ -147,7 +147,7 @@ class HookedZero:
         )
         self._calls = Calls(module, {parameter: place for place, parameter in enumerate(taken.trained)})
         self._step = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._syncs, self._in_backward, self._fresh = True, False, True
+        self._syncs, self._in_backward, self._fresh, self._stop = True, False, True, False
         self._saving: Any = None
         """The handle of a save in the background."""
         self._begin_step()
@@ -247,7 +247,7 @@ class HookedZero:
         A gradient that is not finite on any rank makes the step the identity on all of them, and ``metrics.skipped``
         true; buffers are those of the last step then. Nothing waits for the device.
 
-        Communicates S (N-1)/N bytes for S bytes of buckets, in stage 3 none, besides one all-gather of 32 bytes and one
+        Communicates S (N-1)/N bytes for S bytes of buckets, in stage 3 none, besides one all-gather of 40 bytes and one
         collective for floating buffers.
 
         Raises
@@ -257,7 +257,7 @@ class HookedZero:
         """
         self._need_gradients("step")
         reduced = self._collector.finished()
-        loss, norm, bad, count = control(reduced, (self._total, self._count), self._axis)
+        loss, norm, bad, count, asked = control(reduced, (self._total, self._count), self._axis, stop=self._stop)
         skipped = bad > 0
         clip = clip_factor(norm, self._settings.clip_norm)
         norm_dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in reduced) else torch.float32
@@ -271,9 +271,16 @@ class HookedZero:
             self._units.free_outside()
         self._buffers.update(skipped)
         self._step = torch.where(skipped, self._step, self._step + 1)
-        metrics = Metrics(loss.to(self._loss_dtype), norm.to(norm_dtype), skipped, self._step.clone())
+        metrics = Metrics(loss.to(self._loss_dtype), norm.to(norm_dtype), skipped, self._step.clone(), asked > 0)
         self._begin_step()
         return metrics
+
+    def request_stop(self) -> None:
+        """Let ``metrics.stop`` be true on all ranks from this rank's next step on. Not collective.
+
+        It only sets a flag, as a signal handler may, which stays set. As `fzero.Zero.request_stop`.
+        """
+        self._stop = True
 
     def _need_gradients(self, what: str) -> None:
         if self._kind is None:
@@ -348,7 +355,7 @@ class HookedZero:
         """
         self._need_gradients("grads")
         reduced = self._collector.finished()
-        _, _, _, count = control(reduced, (self._total, self._count), self._axis)
+        _, _, _, count, _ = control(reduced, (self._total, self._count), self._axis)
         return self._tree([self._gathered(divided(gradient, count)) for gradient in reduced])
 
     def _gathered(self, part: Tensor) -> Tensor:

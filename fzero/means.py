@@ -12,23 +12,25 @@ from fzero.state import Mean, counted_by
 
 
 def control(
-    reduced: Sequence[Tensor], totals: tuple[Tensor, Tensor], axis: Axis
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Agree over all ranks on (mean loss, norm of the mean gradient, number of faults, count).
+    reduced: Sequence[Tensor], totals: tuple[Tensor, Tensor], axis: Axis, *, stop: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Agree over all ranks on (mean loss, norm of the mean gradient, number of faults, count, requests to stop).
 
-    `reduced` are this rank's shards (C,) of the summed gradient of every bucket, `totals` its loss and count, float64.
-    A fault is a shard that is not finite. The squares are summed in float64, shard by shard.
+    `reduced` are this rank's shards (C,) of the summed gradient of every bucket, `totals` its loss and count, float64,
+    `stop` whether it was asked to stop. A fault is a shard that is not finite. The squares are summed in float64, shard
+    by shard.
 
-    Communicates 32 bytes from every rank to every other (all-gather).
+    Communicates 40 bytes from every rank to every other (all-gather).
     """
     total, count = totals
     square, bad = torch.zeros_like(total), torch.zeros_like(total)
     for gradient in reduced:
         square = square + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         bad = bad + (~torch.isfinite(gradient).all()).to(torch.float64)
-    total, count, square, bad = sum_over_ranks(torch.stack([total, count, square, bad]), axis).unbind()
+    mine = torch.stack([total, count, square, bad, torch.full_like(total, stop)])
+    total, count, square, bad, asked = sum_over_ranks(mine, axis).unbind()
     count = torch.where(count > 0, count, torch.ones_like(count))
-    return total / count, square.sqrt() / count, bad, count
+    return total / count, square.sqrt() / count, bad, count, asked
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:

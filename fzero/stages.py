@@ -242,10 +242,10 @@ class Program:
             reduced.append(scatter(gradient, new_token(gradient), self.binding.axis, dtype)[0])
         return reduced[::-1]
 
-    def finish(self, parts: Parts, gradients: list[Tensor], totals: Totals) -> tuple[Any, ...]:
-        """Reduce, agree, clip, update; return (new parts or None when donated, loss, norm, skipped, step)."""
+    def finish(self, parts: Parts, stop: Tensor, gradients: list[Tensor], totals: Totals) -> tuple[Any, ...]:
+        """Reduce, agree, clip, update; return (new parts or None when donated, loss, norm, skipped, step, stop)."""
         reduced = self.reduce(gradients)
-        loss, norm, bad, count = self.control(reduced, totals)
+        loss, norm, bad, count, asked = self.control(reduced, totals, stop)
         skipped = bad > 0
         clip = None if self.clip_norm is None else (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         shards: list[Tensor] = []
@@ -268,11 +268,12 @@ class Program:
         step = self.accept(skipped, parts.step, parts.step + 1)
         norm_dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in reduced) else torch.float32
         new = None if self.donate else Parts(tuple(shards), opt_leaves, buffers, parts.fixed, step)
-        return new, loss.to(loss_dtype(totals)), norm.to(norm_dtype), skipped, step.clone()
+        return new, loss.to(loss_dtype(totals)), norm.to(norm_dtype), skipped, step.clone(), asked > 0
 
-    def control(self, reduced: Sequence[Tensor], totals: Totals) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Agree over all ranks, with one all-gather of 32 bytes, on loss, gradient norm, faults and count.
+    def control(self, reduced: Sequence[Tensor], totals: Totals, stop: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Agree over all ranks, with one all-gather of 40 bytes, on (loss, norm, faults, count, requests to stop).
 
+        `stop` is 0-d float64: 1 if this rank was asked to stop, else 0 or None.
         The squares are summed in float64, so that for float32 parameters the norm does not depend on how they are cut.
         """
         device = totals.total.device
@@ -281,10 +282,11 @@ class Program:
         for gradient in reduced:
             square = square + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
             bad = bad + (~torch.isfinite(gradient).all()).to(torch.float64)
-        mine = torch.stack([totals.total, totals.counted, square, bad])
-        total, count, square, bad = sum_over_ranks(mine, self.binding.axis).unbind()
+        stop = torch.zeros_like(bad) if stop is None else stop
+        mine = torch.stack([totals.total, totals.counted, square, bad, stop])
+        total, count, square, bad, stop = sum_over_ranks(mine, self.binding.axis).unbind()
         count = torch.where(count > 0, count, torch.ones_like(count))
-        return total / count, square.sqrt() / count, bad, count
+        return total / count, square.sqrt() / count, bad, count, stop
 
     def update(
         self, number: int, gradient: Tensor, parts: Parts, control: tuple[Tensor, Tensor | None, Tensor]
@@ -329,12 +331,12 @@ class Program:
 
     # --- what is compiled ------------------------------------------------------------------------------------------
 
-    def whole(self, parts: Parts, batch: Tree) -> tuple[Any, ...]:
+    def whole(self, parts: Parts, stop: Tensor, batch: Tree) -> tuple[Any, ...]:
         """One step of one micro-batch."""
         gradients, totals = self.backward(parts, self.head(parts.shards), parts.buffers, batch)
         # a copy: what is handed out must not be a view of the parameters that are written next
         aux = optree.tree_map(lambda leaf: leaf[None].clone(), totals.aux)
-        return (*self.finish(parts, gradients, totals), aux)
+        return (*self.finish(parts, stop, gradients, totals), aux)
 
     def micro(self, parts: Parts, fulls: Sequence[Tensor], carried: tuple[Any, ...], batch: Tree) -> Totals:
         """One micro-batch: its gradients are added in place to those carried; the new totals are returned."""

@@ -40,6 +40,8 @@ class Metrics(NamedTuple):
     """bool: a gradient was not finite, and nothing was changed."""
     step: Tensor
     """int64: how many updates have been applied, this one included."""
+    stop: Tensor
+    """bool: a rank had called ``engine.request_stop()`` before it began this step, or an earlier one."""
     aux: Tree = None
     """What the loss function returned beside the loss, on this rank, stacked over micro-batches."""
 

@@ -135,6 +135,7 @@ class Zero:
         self._queue = Queue(self._axis)
         self._bound: tuple[str, Program] | None = None
         self._batch_agreed = False
+        self._stop = False
         self._expected: Any = None
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._saving: Any = None
@@ -251,7 +252,7 @@ class Zero:
         them, and ``metrics.skipped`` true. With `donate` the old state's memory holds the new state.
 
         Communicates, for S bytes of buckets and A micro-batches, times (N-1)/N: stages 0 and 1 2S, stage 2 (A+1)S,
-        stage 3 3A times the block buckets and A+1 times the rest; besides one all-gather of 32 bytes and one
+        stage 3 3A times the block buckets and A+1 times the rest; besides one all-gather of 40 bytes and one
         collective for floating buffers.
 
         Raises
@@ -264,14 +265,23 @@ class Zero:
         program = self._ready(state)
         micros = self._micro_batches(batch, state.step.device)
         parts = to_parts(state, program.opt_like)
+        # a tensor, filled on the device: a bool would compile once more when it changes, a copy would wait
+        stop = torch.full((), self._stop, dtype=torch.float64, device=state.step.device)
         if len(micros) == 1:
-            new, loss, norm, skipped, step, aux = self._run(program, "whole", parts, micros[0])
+            new, *found, aux = self._run(program, "whole", parts, stop, micros[0])
         else:
             sums, totals, auxes = self._accumulated(program, parts, micros)
             aux = optree.tree_map(lambda *leaves: torch.stack(leaves), auxes[0], *auxes[1:])
-            new, loss, norm, skipped, step = self._run(program, "finish", parts, sums, totals)
-        metrics = Metrics(loss, norm, skipped, step, aux)
-        return (state if new is None else to_state(state, new)), metrics
+            new, *found = self._run(program, "finish", parts, stop, sums, totals)
+        return (state if new is None else to_state(state, new)), Metrics._make((*found, aux))
+
+    def request_stop(self) -> None:
+        """Let ``metrics.stop`` be true on all ranks from this rank's next step on. Not collective.
+
+        It only sets a flag, as a signal handler may, which the step's own all-gather carries to the others. The flag is
+        no part of the state and stays set; steps go on as before, and it is for the caller to save and end.
+        """
+        self._stop = True
 
     def _accumulated(
         self, program: Program, parts: Parts, micros: Sequence[Tree]
@@ -326,7 +336,7 @@ class Zero:
         parts = to_parts(state, program.opt_like)
         sums, totals, _ = self._accumulated(program, parts, micros)
         reduced = program.reduce(sums)
-        loss, _, _, count = program.control(reduced, totals)
+        loss, _, _, count, _ = program.control(reduced, totals)
         means = [divided(gradient, count) for gradient in reduced]
         gathered = [gather(mean, new_token(mean), self._axis)[0] for mean in means]
         return program.binding.full_tree(gathered), loss.to(loss_dtype(totals))

@@ -78,6 +78,7 @@ def test_engine_arguments_and_defaults() -> None:
     assert methods == {
         "init": ["params", "buffers=None"],
         "step": ["state", "batch"],
+        "request_stop": [],
         "grads": ["state", "batch"],
         "evaluate": ["state", "batch", "loss_fn=None"],
         "params": ["state"],
@@ -110,7 +111,7 @@ def test_engine_arguments_and_defaults() -> None:
         (fzero.block, "fn"),
         (fzero.remat, "fn"),
         (fzero.Mean, "total count"),
-        (fzero.Metrics, "loss grad_norm skipped step aux=None"),
+        (fzero.Metrics, "loss grad_norm skipped step stop aux=None"),
         (fzero.State, "params opt_state buffers fixed step"),
         (fzero.Optimizer, "init update labels"),
         (fzero.AdamWState, "step exp_avg exp_avg_sq"),

@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -113,6 +114,43 @@ def test_sigterm_without_a_peer_ends_with_an_error_and_nothing_in_part(tmp_path:
     latest = fzero.latest(root)
     assert latest is not None
     code, output = run([*RUN, "--checkpoint", str(root), "--steps", str(int(latest.name[5:]) + 1)], 120)
+    assert code == 0, output
+    assert f"resumed from {latest}" in output
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_sigterm_to_a_rank_that_is_left_alone_ends_it_with_an_error(
+    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody starts these ranks but the test, so that nobody ends the one that is left."""
+    root = tmp_path / "checkpoints"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    processes = []
+    with monkeypatch.context() as patch:
+        for rank in range(2):
+            for name, value in {**address, "RANK": str(rank)}.items():
+                patch.setenv(name, value)
+            # rarely: a save that is under way waits for the other rank as long as the store's limit, five minutes
+            processes.append(start([*RUN, "--checkpoint", str(root), "--save-every", "300", "--steps", "100000"]))
+    left = processes[1 - victim]
+    try:
+        wait_for(root, 300, left)
+        processes[victim].kill()
+        left.send_signal(signal.SIGTERM)
+    finally:
+        processes[victim].kill()
+        finish(processes[victim], 10)
+        output = finish(left, 60)
+    assert left.returncode == 1, output
+    assert "asked to end" not in output
+    assert "Traceback" in output
+    latest = fzero.latest(root)
+    assert latest is not None
+    assert list(root.iterdir()) == [latest]
+    code, output = run([*RUN, "--checkpoint", str(root), "--steps", "301"], 120)
     assert code == 0, output
     assert f"resumed from {latest}" in output
 

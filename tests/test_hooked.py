@@ -743,7 +743,7 @@ def test_modules_that_differ_between_ranks_are_refused_on_all() -> None:
 
 def test_the_interface_is_frozen() -> None:
     names = [name for name in vars(fzero.HookedZero) if not name.startswith("_")]
-    assert names == ["backward", "no_sync", "step", "params", "buffers", "opt_state", "grads"]
+    assert names == ["backward", "no_sync", "step", "request_stop", "params", "buffers", "opt_state", "grads"]
     assert list(inspect.signature(fzero.HookedZero).parameters) == [
         *("module", "opt", "stage", "mesh", "units", "bucket_bytes", "clip_norm", "buffer_policy", "precision")
     ]
