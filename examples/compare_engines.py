@@ -210,7 +210,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation; count what it sends, and what it returns that was not there before."""
         self.before.update(storage for storage in storages((args, kwargs)) if storage not in self.made)
         space, _, name = func.name().partition("::")
-        if space in ("c10d", "_c10d_functional"):
+        if space in ("c10d", "_c10d_functional") or func.name() == "fzero::all_gather":
             self.sent += self.ring(name.split(".")[0], args[0])
         result = func(*args, **(kwargs or {}))
         self.made.update(storage for storage in storages(result) if storage not in self.before)
@@ -231,6 +231,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "allreduce_": 2 * whole,
             "allgather_": whole,  # of what it fills
             "all_gather_into_tensor": self.world - 1,
+            "all_gather": self.world - 1,
             "reduce_scatter_tensor": whole,
             "all_to_all_single": whole,
         }[name]

@@ -19,20 +19,28 @@ class Axis:
     size: int = 1
     rank: int = 0
     group: str = ""
-    native: bool = True
-    """Whether CUDA tensors have a backend with a reduce-scatter of its own; gloo's runs an all-reduce."""
+    backends: str = ""
+    """Which backend tensors on a type of device have, as torch writes it: ``"cpu:gloo,cuda:nccl"``."""
     process_group: Any = field(default=None, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:
         """Where tensors live on this rank if nothing else says so."""
-        if self.process_group is None or not self.native or not torch.cuda.is_available():
+        if self.backend("cuda") in ("", "gloo") or not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
+    def backend(self, kind: str) -> str:
+        """Return the backend of tensors on a type of device; nothing if there is none, or no other rank."""
+        for pair in self.backends.split(","):
+            device, _, backend = pair.partition(":")
+            if device == kind:
+                return backend
+        return ""
+
     def scatters_natively(self, device: torch.device) -> bool:
-        """Return whether tensors there have a reduce-scatter of the backend's own."""
-        return self.native and device.type == "cuda"
+        """Return whether tensors there have a reduce-scatter of the backend's own; gloo's runs an all-reduce."""
+        return device.type == "cuda" and self.backend("cuda") != "gloo"
 
     def bucket_bytes(self, cap: int, device: torch.device) -> int:
         """Return how large buckets should be at most if the user allows `cap` bytes: on gloo, several messages."""
@@ -42,8 +50,8 @@ class Axis:
 
     def check_device(self, device: torch.device) -> None:
         """Refuse tensors on a device for which the group has no backend."""
-        if self.process_group is not None and device.type not in _backends(self.process_group):
-            known = ", ".join(_backends(self.process_group))
+        if self.size > 1 and not self.backend(device.type):
+            known = ", ".join(pair.split(":")[0] for pair in self.backends.split(","))
             raise ValueError(
                 f"params: are on {device}, but the process group communicates on {known} only; move them there, "
                 'or name a backend for each device: init_process_group("cpu:gloo,cuda:nccl")'
@@ -59,16 +67,6 @@ def with_own_group(axis: Axis) -> Axis:
         return axis
     group = dist.new_group(dist.get_process_group_ranks(axis.process_group))
     return replace(axis, group=group.group_name, process_group=group)  # type: ignore[union-attr]
-
-
-def _backends(group: Any) -> dict[str, str]:
-    """Return the backend of each type of device."""
-    # not get_backend: of a group made without naming one it says "undefined", and of gloo that it does CUDA too
-    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-
-
-def _has_native_scatter(group: Any) -> bool:
-    return _backends(group).get("cuda", "gloo") != "gloo"
 
 
 def axis_of(mesh: DeviceMesh | None) -> Axis:
@@ -109,4 +107,5 @@ def axis_of(mesh: DeviceMesh | None) -> Axis:
         raise ValueError("mesh: this rank is not in it; pass a mesh over all ranks, or none")
     if size == 1:
         return Axis()
-    return Axis(size, rank, group.group_name, _has_native_scatter(group), group)  # type: ignore[union-attr]
+    # not get_backend: of a group made without naming one it says "undefined", and of gloo that it does CUDA too
+    return Axis(size, rank, group.group_name, dist.get_backend_config(group), group)  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero import direct
 from fzero.axis import MESSAGE_BYTES, Axis
 from fzero.trace import opaque
 
@@ -26,9 +27,12 @@ Pending = tuple[Tensor, ...]
 # --- the operations, not differentiable ------------------------------------------------------------------------------
 
 
-def _all_gather(shard: Tensor, size: int, group: str) -> Tensor:
-    gathered = _ops.all_gather_into_tensor(shard.contiguous(), size, group)
-    return _ops.wait_tensor(gathered)  # type: ignore[no-any-return]
+def _all_gather(shard: Tensor, axis: Axis) -> Tensor:
+    if shard.device.type == "cpu" and axis.backend("cpu") == "gloo":
+        full = direct.all_gather(shard, axis.size, axis.group)
+    else:
+        full = _ops.all_gather_into_tensor(shard.contiguous(), axis.size, axis.group)
+    return _ops.wait_tensor(full)  # type: ignore[no-any-return]
 
 
 def start_scatter(full: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Pending:
@@ -120,11 +124,11 @@ class Static(NamedTuple):
 
     size: int
     group: str
-    native: bool
+    backends: str
 
     def ranks(self) -> Axis:
         """Return it as an axis."""
-        return Axis(size=self.size, group=self.group, native=self.native)
+        return Axis(size=self.size, group=self.group, backends=self.backends)
 
 
 Cuts = tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -136,7 +140,7 @@ Cuts = tuple[tuple[int, int, tuple[int, ...]], ...]
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(shard: Tensor, token: Tensor, axis: Static) -> tuple[Tensor, Tensor]:
-        return _all_gather(shard, axis.size, axis.group), token.clone()
+        return _all_gather(shard, axis.ranks()), token.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -246,20 +250,20 @@ def _at_once(*outputs: Tensor) -> None:
 
 
 @opaque
-def _gather(shard: Tensor, token: Tensor, size: int, group: str, native: bool) -> Any:
-    return _Gather.apply(shard, token, Static(size, group, native))
+def _gather(shard: Tensor, token: Tensor, size: int, group: str, backends: str) -> Any:
+    return _Gather.apply(shard, token, Static(size, group, backends))
 
 
 @opaque
-def _scatter(full: Tensor, token: Tensor, dtype: torch.dtype, size: int, group: str, native: bool) -> Any:
-    return _Scatter.apply(full, token, dtype, Static(size, group, native))
+def _scatter(full: Tensor, token: Tensor, dtype: torch.dtype, size: int, group: str, backends: str) -> Any:
+    return _Scatter.apply(full, token, dtype, Static(size, group, backends))
 
 
 @opaque
 def _anchor(
-    shard: Tensor, token: Tensor, sums: Tensor | None, dtype: torch.dtype, size: int, group: str, native: bool
+    shard: Tensor, token: Tensor, sums: Tensor | None, dtype: torch.dtype, size: int, group: str, backends: str
 ) -> Any:
-    proxy, token = _Anchor.apply(shard, token, sums, dtype, Static(size, group, native))
+    proxy, token = _Anchor.apply(shard, token, sums, dtype, Static(size, group, backends))
     _at_once(proxy, token)
     return proxy, token
 
@@ -283,11 +287,12 @@ def new_token(like: Tensor) -> Tensor:
 def gather(shard: Tensor, token: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """All-gather a shard (C,) to (N*C,), rank 0's piece first; its transpose is `scatter`.
 
-    Communicates C elements from every rank to every other. In a world of one the shard itself is returned.
+    Communicates C elements from every rank to every other. In a world of one the shard itself is returned. On gloo it
+    is made of sends and receives (`fzero.direct` says why).
     """
     if axis.size == 1:
         return shard, token
-    return _gather(shard, token, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
+    return _gather(shard, token, axis.size, axis.group, axis.backends)  # type: ignore[no-any-return]
 
 
 def scatter(full: Tensor, token: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -300,7 +305,7 @@ def scatter(full: Tensor, token: Tensor, axis: Axis, dtype: torch.dtype | None =
     dtype = full.dtype if dtype is None else dtype
     if axis.size == 1:
         return full.to(dtype), token
-    return _scatter(full, token, dtype, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
+    return _scatter(full, token, dtype, axis.size, axis.group, axis.backends)  # type: ignore[no-any-return]
 
 
 def anchor(
@@ -318,14 +323,14 @@ def anchor(
     gradient is zero (and takes no memory).
     """
     dtype = shard.dtype if dtype is None else dtype
-    return _anchor(shard, token, sums, dtype, axis.size, axis.group, axis.native)  # type: ignore[no-any-return]
+    return _anchor(shard, token, sums, dtype, axis.size, axis.group, axis.backends)  # type: ignore[no-any-return]
 
 
 def sum_over_ranks(vector: Tensor, axis: Axis) -> Tensor:
     """Sum a small vector over ranks, in rank order, with one all-gather of it; equal bits on every rank."""
     if axis.size == 1:
         return vector
-    return _all_gather(vector, axis.size, axis.group).view(axis.size, -1).sum(0)
+    return _all_gather(vector, axis).view(axis.size, -1).sum(0)
 
 
 def share_buffers(flat: Tensor, policy: str, axis: Axis) -> Tensor:
@@ -334,7 +339,7 @@ def share_buffers(flat: Tensor, policy: str, axis: Axis) -> Tensor:
         return flat
     if policy == "rank0":
         return _ops.wait_tensor(_ops.broadcast(flat.contiguous(), 0, axis.group))  # type: ignore[no-any-return]
-    gathered = _all_gather(flat, axis.size, axis.group).view(axis.size, -1)
+    gathered = _all_gather(flat, axis).view(axis.size, -1)
     return sum_in_order(gathered) / axis.size
 
 

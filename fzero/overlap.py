@@ -21,6 +21,7 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fzero import direct
 from fzero.layout import Layout
 
 ORDER_KEPT = {
@@ -106,14 +107,14 @@ def _source() -> str:
     """Return a hash of the code that decides what a graph becomes: part of the key of every cache."""
     from fzero import comm
 
-    text = "".join(inspect.getsource(module) for module in (sys.modules[__name__], comm))
+    text = "".join(inspect.getsource(module) for module in (sys.modules[__name__], comm, direct))
     return hashlib.sha256(f"{torch.__version__}{text}".encode()).hexdigest()
 
 
 # --- the graph pass --------------------------------------------------------------------------------------------------
 
 _c10d = torch.ops._c10d_functional  # noqa: SLF001
-_GATHER = _c10d.all_gather_into_tensor.default
+_GATHERS = (_c10d.all_gather_into_tensor.default, torch.ops.fzero.all_gather.default)
 _SCATTERS = (_c10d.all_to_all_single.default, _c10d.reduce_scatter_tensor.default)
 _WAIT = _c10d.wait_tensor.default
 
@@ -251,7 +252,7 @@ def _packing(start: fx.Node) -> fx.Node:
 
 def _place_gathers(order: _Order, prefetch: int | None) -> None:
     """Wait for a gather where it is first used; launch it when the one `prefetch` places before it is waited for."""
-    starts = [node for node in order.nodes if node.target is _GATHER]
+    starts = [node for node in order.nodes if node.target in _GATHERS]
     waits = [_wait_of(start) for start in starts]
     for wait in waits:
         if wait is None:
@@ -279,14 +280,14 @@ def _is_collective(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target is _WAIT:  # noqa: SLF001
         return False
-    return target.namespace == "_c10d_functional"
+    return target.namespace == "_c10d_functional" or target in _GATHERS
 
 
 def _gather_again(graph: fx.Graph, boundary: fx.Node, outside: int) -> None:
     """Let backward use a gather of its own: a copy of each gather of forward, in front of its first use there."""
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
-    gathers = [node for node in nodes if node.target is _GATHER and place[node] < place[boundary]]
+    gathers = [node for node in nodes if node.target in _GATHERS and place[node] < place[boundary]]
     for start in gathers[outside:]:
         wait = _wait_of(start)
         if wait is None:

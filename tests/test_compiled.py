@@ -30,7 +30,8 @@ ADAMW: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 LIMIT = 300.0
 """Seconds that the ranks of one test have: several compilations on a busy machine."""
 
-GATHER, SCATTER, SHARE = "all_gather_into_tensor", "all_to_all_single", "broadcast"
+GATHER, SCATTER, SHARE = "all_gather", "all_to_all_single", "broadcast"
+COLLECTIVE = r"(?:_c10d_functional|fzero(?=\.all_gather\b))\.(\w+)\.default\("
 CONTROL_BYTES = 64
 
 
@@ -64,10 +65,16 @@ class Recorder:
         for graph in self.graphs:
             count: Counter[str] = Counter()
             for node in graph.graph.nodes:
-                if getattr(node.target, "namespace", "") == "_c10d_functional":
+                if is_collective(node.target):
                     count[name_of(node.target, node.args[0].meta["val"])] += 1
             found.append(count)
         return found
+
+
+def is_collective(operation: Any) -> bool:
+    return getattr(operation, "namespace", "") in ("_c10d_functional", "c10d") or (
+        operation is torch.ops.fzero.all_gather.default
+    )
 
 
 def name_of(operation: Any, sent: Tensor) -> str:
@@ -92,7 +99,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("_c10d_functional", "c10d"):
+        if is_collective(func):
             self.seen[name_of(func, args[0])] += 1
         return func(*args, **(kwargs or {}))
 
@@ -497,7 +504,7 @@ def gradient_buffers_alive(lines: list[str]) -> int:  # noqa: C901  (one case a 
         made = re.match(r"(buf\d+) = empty_strided\w*\(\(([^()]*)\)", line)
         received = re.match(r"(buf\d+) = torch\.ops\._c10d_functional\.all_to_all_single\.default\(", line)
         renamed = re.match(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b.*# reuse", line)
-        gathered = re.match(r"(buf\d+) = torch\.ops\._c10d_functional\.all_gather_into_tensor\.default\(", line)
+        gathered = re.match(r"(buf\d+) = torch\.ops\.fzero\.all_gather\.default\(", line)
         if made:
             size = 1
             for extent in made[2].split(","):
@@ -563,7 +570,7 @@ def check_inductor(rank: int, world: int, stage: int, in_flight: int) -> dict[st
         most = peak.of(lambda: engine.step(state, batch), compiled=True)
     assert len(codes) == 1, len(codes)
     lines = body(codes[0])
-    counts = Counter(name for line in lines for name in re.findall(r"_c10d_functional\.(\w+)\.default\(", line))
+    counts = Counter(name for line in lines for name in re.findall(COLLECTIVE, line))
     expected = Counter(expected_collectives(engine, stage))
     expected[GATHER] += expected.pop(f"small {GATHER}")  # the code does not tell sizes
     assert without_waits(counts) == expected, (stage, counts)

@@ -7,6 +7,7 @@ cannot get into a result: on CUDA it would be one on CPU.
 import contextlib
 import dataclasses
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from torch.testing._internal.distributed import fake_pg
 from trees import differing, named, numbers
 
 import fzero
+from fzero import direct
 from fzero.axis import Axis, axis_of, with_own_group
 from fzero.batch import placed
 from fzero.compiling import Queue
@@ -199,7 +201,7 @@ def cuda_only() -> Iterator[None]:
 def test_parameters_that_the_group_cannot_communicate_are_refused() -> None:
     axis = axis_of(None)
     axis.check_device(CUDA)
-    assert axis.native
+    assert axis.scatters_natively(CUDA)
     with pytest.raises(ValueError, match=r"params: are on cpu, but the process group communicates on cuda only"):
         axis.check_device(CPU)
     Axis().check_device(CPU)
@@ -240,16 +242,20 @@ def apart(rank: int, world: int) -> tuple[list[str], set[str], set[str]]:
         class Ops:
             def __getattr__(self, name: str, gathers: set[str] = gathers, scatters: set[str] = scatters) -> Any:
                 def call(*args: Any) -> Any:
-                    if name == "all_gather_into_tensor" and args[0].numel() * world >= 36:
-                        gathers.add(args[-1])
                     if name == "all_to_all_single":
                         scatters.add(args[-1])
                     return getattr(real, name)(*args)
 
                 return call
 
+        def all_gather(shard: Tensor, size: int, group: str, gathers: set[str] = gathers) -> Tensor:
+            if shard.numel() * world >= 36:
+                gathers.add(group)
+            return direct.all_gather(shard, size, group)  # type: ignore[no-any-return]
+
         patched = mock.patch.object(fzero.Zero, "_gathers_apart", return_value=own)
-        with patched, mock.patch("fzero.comm._ops", Ops()):
+        seen = mock.patch("fzero.comm.direct", types.SimpleNamespace(all_gather=all_gather))
+        with patched, seen, mock.patch("fzero.comm._ops", Ops()):
             torch.manual_seed(0)
             loss_fn, params, _ = fzero.from_module(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), F.mse_loss)
             engine = fzero.Zero(loss_fn, fzero.adamw(0.01), 3)
@@ -271,7 +277,7 @@ def test_blocks_gathered_over_a_group_of_their_own_give_the_same_bits() -> None:
         assert gathers - scatters
     cuda, cpu = CUDA, CPU
     native = fzero.Zero(lambda params, _: params.sum(), fzero.sgd(0.1), 3, blocks=["a"])
-    assert native._axis.native
+    assert native._axis.backend("cpu") == ""
     assert native._gathers_apart(cuda)
     assert not native._gathers_apart(cpu)
     assert not fzero.Zero(lambda params, _: params.sum(), fzero.sgd(0.1), 2)._gathers_apart(cuda)
