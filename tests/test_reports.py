@@ -210,3 +210,22 @@ FROM_MODULE: Any = fzero.from_module
 def test_arguments_of_a_wrong_type_are_named(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+@pytest.mark.compile
+def test_a_fault_of_the_optimizer_under_the_compiler_is_told_as_it_is() -> None:
+    """Nothing that fzero does to find a clearer error hides it."""
+    base = fzero.sgd(0.1)
+
+    def update(*args: Any, **settings: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise ValueError("no update today")
+        return base.update(*args, **settings)
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        return (params["w"] * batch).sum()  # type: ignore[no-any-return]
+
+    engine = fzero.Zero(loss_fn, base._replace(update=update), compile=True, accumulate=2)
+    state = engine.init({"w": torch.ones(3)})
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no update today"):
+        engine.step(state, torch.ones(2, 3))
