@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from collectives import is_collective
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -180,8 +181,7 @@ class Collectives(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        spaces = ("c10d", "_c10d_functional")
-        if (func.namespace in spaces and "wait" not in func.name()) or func.name() == "fzero::all_gather":
+        if is_collective(func) and "wait" not in func.name():
             self.counts[func.name()] += 1
         return func(*args, **(kwargs or {}))
 

@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from collectives import is_collective
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
@@ -66,9 +67,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.split("::")[1]
-        if func.namespace in ("_c10d_functional", "c10d") or name == "all_gather":
-            self.seen[name] += 1
+        if is_collective(func):
+            self.seen[func._schema.name.split("::")[1]] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+from collectives import is_collective
 from memory import Peak
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -69,12 +70,6 @@ class Recorder:
                     count[name_of(node.target, node.args[0].meta["val"])] += 1
             found.append(count)
         return found
-
-
-def is_collective(operation: Any) -> bool:
-    return getattr(operation, "namespace", "") in ("_c10d_functional", "c10d") or (
-        operation is torch.ops.fzero.all_gather.default
-    )
 
 
 def name_of(operation: Any, sent: Tensor) -> str:

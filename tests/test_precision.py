@@ -8,6 +8,7 @@ import pytest
 import ranks
 import torch
 from both import ENGINES, Kind, opt, unequal
+from collectives import is_collective
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -232,11 +233,7 @@ class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
-        if (
-            func.namespace in ("_c10d_functional", "fzero")
-            and name in ("all_gather", "all_to_all_single")
-            and args[0].numel() != 5
-        ):
+        if is_collective(func) and name != "wait_tensor" and args[0].numel() != 5:
             self.bytes[name] = self.bytes.get(name, 0) + args[0].numel() * args[0].element_size()
         return func(*args, **(kwargs or {}))
 

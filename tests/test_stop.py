@@ -11,6 +11,7 @@ import pytest
 import ranks
 import saved
 import torch
+from collectives import is_collective
 from saved import Made, module_engine, module_step
 from test_compiled import CONTROL_BYTES, LIMIT, MLP_BLOCKS, Recorder, compiling, mlp_batch, mlp_loss, mlp_params
 from torch import Tensor
@@ -36,7 +37,7 @@ class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
-        if (func.namespace == "_c10d_functional" and name != "wait_tensor") or func.name() == "fzero::all_gather":
+        if is_collective(func) and name != "wait_tensor":
             self.seen.append((name, args[0].numel() * args[0].itemsize))
         return func(*args, **(kwargs or {}))
 
