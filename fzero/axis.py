@@ -1,11 +1,12 @@
 """The axis of ranks that an engine shards over."""
 
 import os
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its functions keep the default group there is when they are first imported
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 MESSAGE_BYTES = 5 * 2**18
@@ -21,7 +22,15 @@ class Axis:
     group: str = ""
     backends: str = ""
     """Which backend tensors on a type of device have, as torch writes it: ``"cpu:gloo,cuda:nccl"``."""
-    process_group: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group itself. Nothing here keeps it: one that outlives `destroy_process_group` keeps gloo's threads.
+
+        A thread that then lets go of a tensor while Python ends, takes the process down (SIGABRT, "terminate called
+        without an active exception").
+        """
+        return named_group(self.group)
 
     @property
     def device(self) -> torch.device:
@@ -58,6 +67,11 @@ class Axis:
             )
 
 
+def named_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of this name."""
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]  # noqa: SLF001
+
+
 def with_own_group(axis: Axis) -> Axis:
     """Return an axis over the same ranks with a new process group: its collectives wait for nobody else's. Collective.
 
@@ -66,7 +80,7 @@ def with_own_group(axis: Axis) -> Axis:
     if axis.size == 1:
         return axis
     group = dist.new_group(dist.get_process_group_ranks(axis.process_group))
-    return replace(axis, group=group.group_name, process_group=group)  # type: ignore[union-attr]
+    return replace(axis, group=group.group_name)  # type: ignore[union-attr]
 
 
 def axis_of(mesh: DeviceMesh | None) -> Axis:
@@ -108,4 +122,4 @@ def axis_of(mesh: DeviceMesh | None) -> Axis:
     if size == 1:
         return Axis()
     # not get_backend: of a group made without naming one it says "undefined", and of gloo that it does CUDA too
-    return Axis(size, rank, group.group_name, dist.get_backend_config(group), group)  # type: ignore[union-attr]
+    return Axis(size, rank, group.group_name, dist.get_backend_config(group))  # type: ignore[union-attr]

@@ -28,7 +28,7 @@ Pending = tuple[Tensor, ...]
 
 
 def _all_gather(shard: Tensor, axis: Axis) -> Tensor:
-    if shard.device.type == "cpu" and axis.backend("cpu") == "gloo":
+    if shard.device.type == "cpu" and axis.backend("cpu") == "gloo" and direct.AVAILABLE:
         full = direct.all_gather(shard, axis.size, axis.group)
     else:
         full = _ops.all_gather_into_tensor(shard.contiguous(), axis.size, axis.group)

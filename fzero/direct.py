@@ -7,20 +7,23 @@ two ranks 23 ms, and take 15 ms here.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from fzero.axis import MESSAGE_BYTES
+from fzero.axis import MESSAGE_BYTES, named_group
 
 TAG = 26234
 """Of the messages here. Those of one tag from one rank to another arrive in the order in which they are sent."""
 
 
+AVAILABLE = hasattr(c10d, "_register_work")
+"""Whether this torch lets `wait_tensor` wait for work of others; it is private, and in 2.11 to 2.14."""
+
+
 @torch.library.custom_op("fzero::all_gather", mutates_args=())
 def all_gather(shard: Tensor, size: int, group: str) -> Tensor:
     """Launch the all-gather of (C,): what is returned is (N*C,) once `wait_tensor` was called on it."""
-    ranks: dist.ProcessGroup = c10d._resolve_process_group(group)  # type: ignore[arg-type]  # noqa: SLF001
+    ranks = named_group(group)
     full = shard.new_empty(size * shard.numel())
     pieces = full.view(size, -1).unbind()
     if not shard.numel():

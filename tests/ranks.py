@@ -54,7 +54,6 @@ def _child(
         outcome = Outcome(result=function(rank, world, *args))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the parent reports it)
         outcome = Outcome(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}", exitcode=1)
-    # the result is on disk before teardown: an abort while gloo closes is not a failure of the test
     path = Path(folder, f"{rank}.pickle")
     path.with_suffix(".part").write_bytes(pickle.dumps(outcome))
     path.with_suffix(".part").rename(path)
@@ -84,10 +83,12 @@ def outcomes(function: Callable[..., Any], world: int, *args: Any, limit: float 
         ended = []
         for rank, child in enumerate(children):
             path = Path(folder, f"{rank}.pickle")
+            outcome = Outcome(error=f"no result, exit code {child.exitcode}", exitcode=child.exitcode)
             if path.exists():
-                ended.append(pickle.loads(path.read_bytes()))  # noqa: S301  (written by our own child)
-            else:
-                ended.append(Outcome(error=f"no result, exit code {child.exitcode}", exitcode=child.exitcode))
+                outcome = pickle.loads(path.read_bytes())  # noqa: S301  (written by our own child)
+                if outcome.error is None and child.exitcode and rank not in late:
+                    outcome = Outcome(error=f"exit code {child.exitcode} after its result", exitcode=child.exitcode)
+            ended.append(outcome)
     if late:
         errors = "\n".join(f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(ended) if outcome.error)
         raise RanksFailedError(f"ranks {late} were still running after {limit:.0f} s\n{errors}")

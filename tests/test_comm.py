@@ -1,9 +1,12 @@
+import importlib
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -20,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fzero
 from fzero import direct
 from fzero.agree import agree
-from fzero.axis import MESSAGE_BYTES, Axis, axis_of
+from fzero.axis import MESSAGE_BYTES, Axis, axis_of, with_own_group
 from fzero.comm import (
     anchor,
     attach,
@@ -505,6 +508,54 @@ def check_unnamed_backend(rank: int, world: int) -> None:
 @pytest.mark.ranks
 def test_a_process_group_made_without_naming_a_backend_sums_in_rank_order_too() -> None:
     ranks.run(check_unnamed_backend, 3)
+
+
+def gloo_threads() -> list[str]:
+    names = (task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+    return [name for name in names if "gloo" in name]
+
+
+def check_end(rank: int, world: int) -> list[str]:
+    engine = fzero.Zero(lambda params, batch: (params["w"] * batch).sum(), fzero.sgd(0.1), stage=2)
+    state = engine.init({"w": torch.ones(8)})
+    engine.step(state, torch.ones(8))
+    module = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    hooked = fzero.HookedZero(module, fzero.sgd(0.1), stage=3, units=list(module))
+    hooked.backward(hooked(torch.ones(3, 4)).sum())
+    hooked.step()
+    axis = axis_of(None)
+    from_rank0(torch.ones(3), with_own_group(axis))
+    importlib.import_module("torch.distributed.nn")  # as the first compilation does
+
+    dist.barrier()
+    assert gloo_threads()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    left = gloo_threads()
+    again = dist.distributed_c10d.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=world)  # which `ranks` destroys
+    dist.barrier()
+    return left
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads in /proc")
+def test_engines_do_not_keep_a_destroyed_process_group() -> None:
+    """One that is kept keeps threads that end in SIGABRT, rarely, when they free a tensor while Python ends."""
+    assert ranks.run(check_end, 2) == [[], []]
+
+
+def check_fallback(rank: int, world: int) -> None:
+    direct.AVAILABLE = False
+    with Counting() as count:
+        check_small(rank, world)
+    assert count.seen["all_gather_into_tensor"]
+    assert "all_gather" not in count.seen
+
+
+@pytest.mark.ranks
+def test_a_torch_without_the_private_registry_gathers_by_its_own_operation() -> None:
+    ranks.run(check_fallback, 3)
 
 
 def check_empty_and_meta(rank: int, world: int) -> None:
