@@ -214,6 +214,6 @@ class block(remat[P, R]):  # noqa: N801
         if not _has_sharded((args, kwargs)):
             return self.fn(*args, **kwargs)
         if torch.compiler.is_compiling():
-            # fzero.overlap gathers again in the graph, in front of the first use in backward
+            # fzero.ordering gathers again in the graph, in front of the first use in backward
             return self.fn(*_replace(args, _assembled), **_replace(kwargs, _assembled))
         return super().__call__(*args, **kwargs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.axis import Axis
-from fzero.comm import from_rank0, share_buffers
+from fzero.collectives import from_rank0, share_buffers
 
 
 class Buffers:

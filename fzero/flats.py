@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from fzero.axis import Axis
-from fzero.comm import from_rank0, gather, new_token
+from fzero.collectives import from_rank0
+from fzero.comm import gather, new_token
 from fzero.layout import Bucket, pack, shard, split
 
 

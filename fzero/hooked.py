@@ -34,8 +34,9 @@ from fzero.layout import make_layout
 from fzero.means import clip_factor, control, divided, read_loss
 from fzero.precision import Precision
 from fzero.rule import Optimizer
+from fzero.settings import Settings
 from fzero.state import Mean, Metrics
-from fzero.taken import Settings, Taken, take
+from fzero.taken import Taken, take
 from fzero.units import Units
 from fzero.update import accept, update_bucket
 

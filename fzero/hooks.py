@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fzero.axis import Axis
-from fzero.comm import Pending, finish_scatter, start_scatter
+from fzero.collectives import Pending, finish_scatter, start_scatter
 from fzero.layout import Layout, split
 from fzero.precision import Precision
 from fzero.units import Units

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fzero.binding import Binding
-from fzero.comm import from_rank0
+from fzero.collectives import from_rank0
 from fzero.layout import Bucket, pack, shard
 from fzero.stages import Program
 from fzero.state import State

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.axis import Axis
-from fzero.comm import sum_over_ranks
+from fzero.collectives import sum_over_ranks
 from fzero.rule import wide
 from fzero.state import Mean, counted_by
 

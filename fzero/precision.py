@@ -69,10 +69,3 @@ class Precision:
 
 Precision.fp32 = Precision(compute=torch.float32)
 Precision.bf16 = Precision(compute=torch.bfloat16)
-
-
-def check_precision(precision: Precision) -> Precision:
-    """Return a precision; refuse anything else."""
-    if not isinstance(precision, Precision):
-        raise TypeError(f"precision: must be a fzero.Precision such as fzero.Precision.bf16, got {precision!r}")
-    return precision

@@ -1,6 +1,6 @@
 """What every optimizer shares: the rule of one leaf, with labels and a learning rate, lifted to trees."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import optree
@@ -235,3 +235,16 @@ def choose(name: str, argument: str, mask: Choice, params: Any) -> list[Any]:
 
 def _show_at(spec: Any, at: int) -> str:
     return show_path(() if spec is None else spec.paths()[at])
+
+
+def described(opt: Optimizer, labels: Iterable[Hashable]) -> str:
+    """Return what an optimizer makes of a few numbers: settings that differ between ranks show there."""
+    found = []
+    for label in sorted({label for label in labels if label is not None}, key=repr):
+        # on CPU, wherever the parameters are: the digits are compared
+        param, gradient = torch.tensor([[0.5, -2.0, 3.0], [0.1, 0.2, -0.3]], device="cpu").unbind()
+        state = opt.init(param)
+        for _ in range(2):
+            param, state = opt.update(gradient, state, param, labels=label)
+        found.append(f"{type(state).__name__} {[f'{value:.5g}' for value in param.tolist()]}")
+    return ", ".join(found)

@@ -26,7 +26,8 @@ from torch.utils.checkpoint import CheckpointError
 from fzero.axis import Axis
 from fzero.batch import cast_inputs
 from fzero.binding import Binding, sharded_entry
-from fzero.comm import anchor, gather, new_token, scatter, share_buffers, sum_over_ranks
+from fzero.collectives import share_buffers, sum_over_ranks
+from fzero.comm import anchor, gather, new_token, scatter
 from fzero.grad import value_and_grad
 from fzero.precision import Precision
 from fzero.returned import read

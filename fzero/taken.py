@@ -9,20 +9,8 @@ from torch import Tensor, nn
 
 from fzero.layout import LeafSpec
 from fzero.module import default_blocks, shared_parameters
-from fzero.precision import Precision, check_precision
 from fzero.rule import Optimizer
-
-POLICIES = ("none", "rank0", "mean")
-
-
-class Settings(NamedTuple):
-    """What all ranks must agree on beside the module."""
-
-    stage: int
-    bucket_bytes: int
-    clip_norm: float | None
-    buffer_policy: str
-    precision: Precision
+from fzero.settings import Settings, check_settings
 
 
 class Taken(NamedTuple):
@@ -60,7 +48,7 @@ def take(module: Any, opt: Any, units: Any, settings: Settings) -> Taken:
         raise TypeError(f"module: must be an nn.Module, got {type(module).__name__}")
     if not isinstance(opt, Optimizer):
         raise TypeError(f"opt: must be a fzero.Optimizer such as fzero.adamw(...), got {type(opt).__name__}")
-    _check_settings(settings)
+    check_settings(settings)
     params = OrderedDict(module.named_parameters())
     buffers = OrderedDict(module.named_buffers())
     _check_tensors(params, buffers)
@@ -97,19 +85,6 @@ def take(module: Any, opt: Any, units: Any, settings: Settings) -> Taken:
         tuple((name, module.get_submodule(name)) for name in names),
         f"parameters {leaves}; buffers {kinds}",
     )
-
-
-def _check_settings(settings: Settings) -> None:
-    stage, cap, clip, policy, precision = settings
-    check_precision(precision)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage: must be 0, 1, 2 or 3, got {stage!r}")
-    if clip is not None and not 0 < clip < float("inf"):
-        raise ValueError(f"clip_norm: must be a positive finite number or None, got {clip!r}")
-    if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
-        raise ValueError(f"bucket_bytes: must be an integer of at least 1, got {cap!r}")
-    if policy not in POLICIES:
-        raise ValueError(f"buffer_policy: must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
 def _check_tensors(params: OrderedDict[str, nn.Parameter], buffers: OrderedDict[str, Tensor]) -> None:

@@ -18,14 +18,13 @@ from fzero.compiling import Queue
 from fzero.given import Inspected, block_names, inspect
 from fzero.initial import first_state
 from fzero.overlap import Overlap, compile_options
-from fzero.precision import Precision, check_precision
-from fzero.rule import Choice, Optimizer
+from fzero.precision import Precision
+from fzero.rule import Choice, Optimizer, described
+from fzero.settings import Settings, check_count, check_flags, check_settings
 from fzero.stages import Program, Totals, divided, loss_dtype
 from fzero.state import Metrics, Parts, State, to_parts, to_state
 from fzero.tree import Tree, build, outline, paths_and_leaves, show_path, structure
 from fzero.turns import Turns
-
-POLICIES = ("none", "rank0", "mean")
 
 
 class Zero:
@@ -112,10 +111,10 @@ class Zero:
             raise TypeError(f"loss_fn: must be a function, got {type(loss_fn).__name__}")
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt: must be a fzero.Optimizer such as fzero.adamw(...), got {type(opt).__name__}")
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage: must be 0, 1, 2 or 3, got {stage!r}")
-        _check_numbers(clip_norm, accumulate, bucket_bytes)
-        _check_choices(buffer_policy, {"compile": compile, "has_aux": has_aux, "donate": donate})
+        settings = Settings(stage, bucket_bytes, clip_norm, buffer_policy, precision)
+        check_settings(settings)
+        check_count("accumulate", accumulate)
+        check_flags({"compile": compile, "has_aux": has_aux, "donate": donate})
         own_blocks = getattr(loss_fn, "blocks", ())
         if blocks is not None and own_blocks:
             raise ValueError("blocks: this loss_fn brings its own; pass blocks to fzero.from_module instead")
@@ -124,13 +123,11 @@ class Zero:
             raise ValueError("blocks: stage 3 needs the parts that are gathered as one; pass blocks=, path prefixes")
         self._trainable = getattr(loss_fn, "trainable", None) if trainable is None else trainable
         self._shared = frozenset(getattr(loss_fn, "shared", ()))
-        self._loss_fn, self._opt, self._stage = loss_fn, opt, stage
-        self._clip_norm, self._accumulate, self._bucket_bytes = clip_norm, accumulate, bucket_bytes
-        self._precision = check_precision(precision)
+        self._loss_fn, self._opt, self._stage, self._settings = loss_fn, opt, stage, settings
         if not isinstance(overlap, Overlap):
             raise TypeError(f"overlap: must be a fzero.Overlap, got {overlap!r}")
         self._overlap = overlap
-        self._buffer_policy, self._compile, self._has_aux, self._donate = buffer_policy, compile, has_aux, donate
+        self._accumulate, self._compile, self._has_aux, self._donate = accumulate, compile, has_aux, donate
         self._axis = axis_of(mesh)
         self._queue = Queue(self._axis)
         self._bound: tuple[str, Program] | None = None
@@ -169,13 +166,12 @@ class Zero:
 
         def describe(inspected: Inspected) -> str:
             kinds = [(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in paths_and_leaves(buffers)]
-            settings = (self._stage, self._clip_norm, self._accumulate, self._bucket_bytes, self._buffer_policy)
+            optimizer = described(self._opt, (leaf.label for leaf in inspected.leaves))
             return (
                 f"{inspected.digest()}; buffers {structure(buffers)} {kinds}; "
-                f"stage, clip_norm, accumulate, bucket_bytes, buffer_policy {settings}; "
-                f"optimizer {self._describe_optimizer(inspected)}; "
-                f"{self._precision}; {self._overlap}; "
-                f"compile {self._compile}, has_aux {self._has_aux}, donate {self._donate}"
+                f"{self._settings}; optimizer {optimizer}; {self._overlap}; "
+                f"accumulate {self._accumulate}, compile {self._compile}, has_aux {self._has_aux}, "
+                f"donate {self._donate}"
             )
 
         inspected, digest, notes = agree(self._axis, "init", check, describe, Inspected.notes)
@@ -191,7 +187,8 @@ class Zero:
         inspected = inspected.on_one_kind(notes)
         if self._bound is None:
             gathers = with_own_group(self._axis) if self._gathers_apart(inspected.device) else None
-            binding = bind(inspected, ties, self._axis, outline(params), self._bucket_bytes, self._precision, gathers)
+            cap, precision = self._settings.bucket_bytes, self._settings.precision
+            binding = bind(inspected, ties, self._axis, outline(params), cap, precision, gathers)
             self._bound = (digest, self._program(binding, buffers))
         elif self._bound[0] != digest or self._bound[1].binding.ties != ties:
             raise ValueError(
@@ -201,18 +198,6 @@ class Zero:
         state = first_state(self._bound[1], params, buffers, meta=notes[0]["meta"])
         self._expected = _kinds(state)
         return state
-
-    def _describe_optimizer(self, inspected: Inspected) -> str:
-        """Return what the optimizer makes of a few numbers: settings that differ between ranks show there."""
-        found = []
-        for label in sorted({leaf.label for leaf in inspected.leaves if leaf.label is not None}, key=repr):
-            # on CPU, wherever the parameters are: the digits are compared
-            param, gradient = torch.tensor([[0.5, -2.0, 3.0], [0.1, 0.2, -0.3]], device="cpu").unbind()
-            state = self._opt.init(param)
-            for _ in range(2):
-                param, state = self._opt.update(gradient, state, param, labels=label)
-            found.append(f"{type(state).__name__} {[f'{value:.5g}' for value in param.tolist()]}")
-        return ", ".join(found)
 
     def _gathers_apart(self, device: torch.device) -> bool:
         """Return whether blocks are gathered over a group of their own, to overlap with scatters.
@@ -231,14 +216,14 @@ class Zero:
             binding,
             opt_outline=outline(example),
             opt_like=tuple(leaf.shape == probe.shape for leaf in optree.tree_leaves(example)),
-            clip_norm=self._clip_norm,
-            buffer_policy=self._buffer_policy,
+            clip_norm=self._settings.clip_norm,
+            buffer_policy=self._settings.buffer_policy,
             has_aux=self._has_aux,
             has_buffers=buffers is not None,
             donate=self._donate,
             buffer_outline=outline(buffers),
             turns=Turns([block.name for block in binding.blocks], self._axis),
-            precision=self._precision,
+            precision=self._settings.precision,
         )
 
     # --- step ------------------------------------------------------------------------------------------------------
@@ -311,7 +296,7 @@ class Zero:
         buckets = program.binding.layout.buckets
         # a micro-batch is handed what lies outside blocks
         outside = 0 if name == "micro" else sum(bucket.block is None for bucket in buckets)
-        overlap = self._overlap.settled(self._stage, program.binding.layout, self._bucket_bytes)
+        overlap = self._overlap.settled(self._stage, program.binding.layout, self._settings.bucket_bytes)
         options = {**compile_options(self._stage, overlap, outside), **self._queue.options()}
         compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options)
         try:
@@ -418,25 +403,3 @@ def _kinds(state: State) -> tuple[Any, list[tuple[torch.Size, torch.dtype]]]:
     """Return what two states of one engine have in common."""
     leaves, treespec = optree.tree_flatten(cast("Any", state))
     return treespec, [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _check_numbers(clip_norm: Any, accumulate: Any, bucket_bytes: Any) -> None:
-    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
-    if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):
-        raise ValueError(f"clip_norm: must be a positive finite number or None, got {clip_norm!r}")
-    for name, value in (("accumulate", accumulate), ("bucket_bytes", bucket_bytes)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: must be an integer of at least 1, got {value!r}")
-
-
-def _check_choices(buffer_policy: Any, flags: dict[str, Any]) -> None:
-    if buffer_policy not in POLICIES:
-        raise ValueError(f"buffer_policy: must be one of {', '.join(POLICIES)}, got {buffer_policy!r}")
-    if isinstance(flags["compile"], str):
-        raise TypeError(
-            f"compile: must be True or False, got {flags['compile']!r}. Modes of torch.compile are not taken; "
-            "reduce-overhead (CUDA graphs) would hand out tensors that the next step overwrites"
-        )
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: must be True or False, got {value!r}")

@@ -158,15 +158,15 @@ def test_b11_a_layer_used_twice(mode: str) -> None:
 
 def count_sends(rank: int, world: int, mode: str) -> dict[int, Any]:  # noqa: ARG001
     """Count the reductions of a step of the hook engine, and return the run."""
-    from fzero import comm, hooks
+    from fzero import collectives, hooks
 
     found: dict[int, Any] = {}
     for stage in STAGES:
         sends: list[int] = []
 
-        def start(full: Tensor, axis: Any, dtype: Any = None, sends: list[int] = sends) -> comm.Pending:
+        def start(full: Tensor, axis: Any, dtype: Any = None, sends: list[int] = sends) -> collectives.Pending:
             sends.append(full.numel())
-            return comm.start_scatter(full, axis, dtype)
+            return collectives.start_scatter(full, axis, dtype)
 
         hooks.start_scatter = start  # type: ignore[attr-defined]
         run = list(hooked(twice(mode), stage, rank, 3, {}))

@@ -24,17 +24,8 @@ import fzero
 from fzero import direct
 from fzero.agree import agree
 from fzero.axis import MESSAGE_BYTES, Axis, axis_of, with_own_group
-from fzero.comm import (
-    anchor,
-    attach,
-    from_rank0,
-    gather,
-    new_token,
-    scatter,
-    share_buffers,
-    sum_in_order,
-    sum_over_ranks,
-)
+from fzero.collectives import from_rank0, share_buffers, sum_in_order, sum_over_ranks
+from fzero.comm import anchor, attach, gather, new_token, scatter
 
 C = 37
 """Elements of a shard: odd, so that nothing lines up by chance."""

@@ -254,8 +254,8 @@ def apart(rank: int, world: int) -> tuple[list[str], set[str], set[str]]:
             return direct.all_gather(shard, size, group)  # type: ignore[no-any-return]
 
         patched = mock.patch.object(fzero.Zero, "_gathers_apart", return_value=own)
-        seen = mock.patch("fzero.comm.direct", types.SimpleNamespace(all_gather=all_gather))
-        with patched, seen, mock.patch("fzero.comm._ops", Ops()):
+        seen = mock.patch("fzero.collectives.direct", types.SimpleNamespace(all_gather=all_gather, AVAILABLE=True))
+        with patched, seen, mock.patch("fzero.collectives._ops", Ops()):
             torch.manual_seed(0)
             loss_fn, params, _ = fzero.from_module(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), F.mse_loss)
             engine = fzero.Zero(loss_fn, fzero.adamw(0.01), 3)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from trees import ADAMW, TiedGPT, differing, far, next_token_loss, numbers
 
 import fzero
-from fzero import comm, hooks
+from fzero import collectives, hooks
 
 WORLDS = (1, 2, 3, 4)
 STAGES = (0, 1, 2, 3)
@@ -203,9 +203,9 @@ def trace(rank: int, world: int, stage: int) -> dict[str, Any]:  # noqa: ARG001
     module = mlp_of(F32)
     engine = fzero.HookedZero(module, opt(), stage, bucket_bytes=PIECES)
     events, alive, loose = [], [], []
-    original = comm.start_scatter
+    original = collectives.start_scatter
 
-    def start(full: Tensor, axis: Any, dtype: Any = None) -> comm.Pending:
+    def start(full: Tensor, axis: Any, dtype: Any = None) -> collectives.Pending:
         events.append("send")
         return original(full, axis, dtype)
 
