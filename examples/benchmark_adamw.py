@@ -27,6 +27,7 @@ from launch import positive
 from torch import Tensor
 
 import fzero
+from fzero.update import accept, update_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,10 +63,15 @@ def fzero_row(start: Tensor, gradient: Tensor, *, compiled: bool) -> Row:
     param, skipped = start.clone(), torch.tensor(False)
     state, label = optimizer.init(param), optimizer.labels(param)
 
+    def update(gradient: Tensor, leaves: list[Tensor], param: Tensor) -> tuple[Tensor, list[Tensor]]:
+        new, after = optimizer.update(gradient, type(state)(*leaves), param, labels=label)
+        return new, list(after)
+
     def step(param: Tensor, state: Any, gradient: Tensor, skipped: Tensor) -> None:
-        new, after = optimizer.update(gradient, state, param, labels=label)
-        for old, value in zip((param, *state), (new, *after), strict=True):
-            old.copy_(torch.where(skipped, old, value))
+        leaves = update_bucket(update, gradient, lambda sums: sums, (param, state), skipped, donate=True)[1]
+        for old, value in zip(state, leaves, strict=True):
+            if old is not value:  # the count, which all buckets of an engine share
+                accept(skipped, old, value, old)
 
     run = torch.compile(step, fullgraph=True) if compiled else step
 

@@ -632,7 +632,10 @@ def test_a_step_that_is_not_finite_anywhere_changes_nothing() -> None:
     ("settings", "message"),
     [
         ({"stage": 4}, "stage: must be 0, 1, 2 or 3, got 4"),
+        ({"stage": 1.0}, r"stage: must be 0, 1, 2 or 3, got 1\.0"),
         ({"clip_norm": 0.0}, "clip_norm: must be a positive"),
+        ({"clip_norm": "1"}, "clip_norm: must be a positive finite number or None, got '1'"),
+        ({"clip_norm": True}, "clip_norm: must be a positive finite number or None, got True"),
         ({"bucket_bytes": 0}, "bucket_bytes: must be an integer"),
         ({"buffer_policy": "sum"}, "buffer_policy: must be one of none, rank0, mean"),
         ({"stage": 3, "units": []}, "units: stage 3 needs"),
