@@ -46,7 +46,18 @@ def cases(world: int, name: str) -> list[tuple[str, torch.dtype]]:
     return [case for case in CASES if case not in left_out]
 
 
-RUNS = [(world, name, case) for world in WORLDS for name in MODELS for case in cases(world, name)]
+def marks(world: int, name: str) -> list[pytest.MarkDecorator]:
+    """Mark what takes minutes: all tests that ask for the same results, or one of the others makes them."""
+    return [pytest.mark.long] if (world, name) in ((4, "gpt"), (3, "tree")) else []
+
+
+PAIRS = [pytest.param(world, name, marks=marks(world, name)) for world in WORLDS for name in MODELS]
+RUNS = [
+    pytest.param(world, name, case, marks=marks(world, name))
+    for world in WORLDS
+    for name in MODELS
+    for case in cases(world, name)
+]
 
 
 def trajectory(name: str, dtype: torch.dtype, stage: int, rank: int, settings: dict[str, Any]) -> list[Moment]:
@@ -143,29 +154,20 @@ def oracle(world: int, name: str, dtype: torch.dtype, clip: float | None) -> lis
     return list(torch_adamw(model.params, loss_of, STEPS[dtype], lr=RATE, clip=clip, decay_mask=is_matrix))
 
 
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [
-        pytest.param(world, name, marks=[pytest.mark.long] if (world, name) in ((4, "gpt"), (3, "tree")) else [])
-        for world in WORLDS
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize(("world", "name"), PAIRS)
 def test_stages_and_bucket_caps_give_the_same_bits(world: int, name: str) -> None:
     """Ten steps: gradients, parameters, both moments, loss and norm; with four micro-batches 0 = 1 and 2 = 3."""
     for rank, result in enumerate(results(world, name)):
         assert not result["bits"], f"rank {rank}: {len(result['bits'])} differ, first {result['bits'][:5]}"
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "name"), PAIRS)
 def test_with_micro_batches_the_two_pairs_of_stages_agree(world: int, name: str) -> None:
     for result in results(world, name):
         assert not result["pairs"], f"{len(result['pairs'])} differ, first {result['pairs'][:5]}"
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize(("world", "name"), PAIRS[len(MODELS) :])
 def test_all_ranks_hold_the_same_bits(world: int, name: str) -> None:
     assert len({result["print"] for result in results(world, name)}) == 1
 
