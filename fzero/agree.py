@@ -68,6 +68,14 @@ def agree(
     return found, text, [other["note"] for other in reports]
 
 
+def fail(axis: Axis, topic: str, error: Exception) -> None:
+    """Let `agree` on a topic raise an error of this rank on the others. Waits for none of them."""
+    report = {"fault": f"{type(error).__name__}: {error}", "digest": "", "note": {}}
+    base = _report(axis, topic, report, default_store())
+    if axis.rank == 0:
+        default_store().set(f"{base}/all", json.dumps([report]))
+
+
 def default_store() -> Any:
     """Return the store of the default process group: a collective could hang, the store has a limit."""
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001
@@ -84,15 +92,21 @@ def own_store() -> Any:
 def _exchange(axis: Axis, topic: str, report: dict[str, Any], store: Any = None) -> list[dict[str, Any]]:
     """Return every rank's report: each rank writes its own, rank 0 collects them and writes the list."""
     store = default_store() if store is None else store
-    # counted in the store itself: how often this rank has come to this topic
-    turn = store.add(f"fzero/{axis.group}/{topic}/turn/{axis.rank}", 1)
-    base = f"fzero/{axis.group}/{topic}/{turn}"
-    store.set(f"{base}/{axis.rank}", json.dumps(report))
+    base = _report(axis, topic, report, store)
     if axis.rank == 0:
         reports = [json.loads(_fetch(store, f"{base}/{rank}", topic, f"rank {rank}")) for rank in range(axis.size)]
         store.set(f"{base}/all", json.dumps(reports))
         return reports
     return json.loads(_fetch(store, f"{base}/all", topic, "some rank"))  # type: ignore[no-any-return]
+
+
+def _report(axis: Axis, topic: str, report: dict[str, Any], store: Any) -> str:
+    """Write this rank's report and return under what name it and the others' are."""
+    # counted in the store itself: how often this rank has come to this topic
+    turn = store.add(f"fzero/{axis.group}/{topic}/turn/{axis.rank}", 1)
+    base = f"fzero/{axis.group}/{topic}/{turn}"
+    store.set(f"{base}/{axis.rank}", json.dumps(report))
+    return base
 
 
 def _fetch(store: Any, key: str, topic: str, who: str) -> bytes:

@@ -47,6 +47,28 @@ class Axis:
                 return backend
         return ""
 
+    def check(self) -> None:
+        """Refuse to communicate over another process group than the one that this was made of.
+
+        Groups are found by name, and the default one has the same name again when it is made again.
+        """
+        if self.size == 1:
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise ValueError(
+                    f"engine: was built before there was a process group, for a world of one, and now there are "
+                    f"{dist.get_world_size()} ranks; build it after torch.distributed.init_process_group()"
+                )
+            return
+        try:
+            group = self.process_group
+        except RuntimeError as error:
+            raise ValueError("engine: its process group was destroyed; build a new engine after making one") from error
+        if (group.size(), group.rank()) != (self.size, self.rank):
+            raise ValueError(
+                f"engine: was built as rank {self.rank} of {self.size}, and this is rank {group.rank()} of "
+                f"{group.size()}; build a new engine after making another process group"
+            )
+
     def scatters_natively(self, device: torch.device) -> bool:
         """Return whether tensors there have a reduce-scatter of the backend's own; gloo's runs an all-reduce."""
         return device.type == "cuda" and self.backend("cuda") != "gloo"

@@ -32,9 +32,13 @@ def leading_dim(batch: Tree, divisor: int) -> int:
 def placed(batch: Tree, device: torch.device) -> Tree:
     """Return a batch on the device of the state: leaves on CPU are moved there, those on another device are refused.
 
+    No gradient goes back into it: leaves are detached.
+
     From pinned memory the copy is not waited for, so what lies there must not be written to before the step is done (a
     `DataLoader` with ``pin_memory=True`` never does).
     """
+    if any(leaf.requires_grad for leaf in optree.tree_leaves(batch)):
+        batch = optree.tree_map(lambda leaf: leaf.detach(), batch)
     if all(leaf.device == device for leaf in optree.tree_leaves(batch)):
         return batch
     for path, leaf in paths_and_leaves(batch):

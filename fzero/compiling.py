@@ -7,14 +7,15 @@ import contextlib
 import itertools
 import socket
 from collections.abc import Iterator
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import fx
 from torch._dynamo import callback
 from torch._inductor import config
 
-from fzero.agree import agree, default_store
+from fzero.agree import agree, default_store, fail
 from fzero.axis import Axis
 
 
@@ -33,6 +34,7 @@ class Queue:
         self._compiled = 0
         self._part = ""
         self._is_first = False
+        self._compares = False
         self.refusal: Exception | None = None
         """What is raised because ranks differ or one of them did not come to compile."""
         self._number = 0
@@ -53,6 +55,7 @@ class Queue:
         known = config.get_config_copy()
         if self._axis.size == 1 or "pre_grad_custom_pass" not in known or not hasattr(callback, "callback_handler"):
             return {}
+        self._compares = True
         timing = {"pre_grad_pass_timing": "early"} if "pre_grad_pass_timing" in known else {}
         return {"pre_grad_custom_pass": self.wait, **timing}
 
@@ -82,6 +85,12 @@ class Queue:
         with contextlib.suppress(RuntimeError, dist.DistError):  # too late: the step itself will tell
             default_store().wait([f"{base}/done"], default_store().timeout)
 
+    def tell(self, error: Exception) -> None:
+        """Let the others raise an error of this rank, if they wait for it to have traced what they have."""
+        if self._is_first and self._compares:
+            self._is_first = False
+            fail(self._axis, f"compiling {self._part}", error)
+
     def _compare(self, mine: list[str]) -> None:
         topic = f"compiling {self._part}"
         _, _, everyone = agree(self._axis, topic, lambda: mine, lambda _: "", lambda found: {"collectives": found})
@@ -100,7 +109,7 @@ class Queue:
     @contextlib.contextmanager
     def __call__(self, part: str, *, first: bool) -> Iterator[None]:
         """Call a compiled part of the step in it: the others go on as soon as it is compiled, or has failed."""
-        self._part, self._is_first = part, first
+        self._part, self._is_first, self.refusal = part, first, None
         handler = getattr(callback, "callback_handler", None)
         if self._axis.size == 1 or handler is None:
             yield
@@ -115,6 +124,17 @@ class Queue:
     def _end(self, _: Any) -> None:
         while self._done:
             default_store().set(self._done.pop(), "")
+
+
+def with_own_code(method: MethodType) -> MethodType:
+    """Return a bound method with a code object of its own.
+
+    Dynamo compiles a code object for at most eight sets of shapes and compilers; all engines would share those.
+    """
+    function = cast("FunctionType", method.__func__)
+    code = function.__code__.replace()
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return MethodType(own, method.__self__)
 
 
 def collectives(graph: fx.Graph) -> list[str]:

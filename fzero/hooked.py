@@ -170,6 +170,7 @@ class HookedZero:
             args, kwargs = _cast(args, compute), _cast(kwargs, compute)
         if self._in_backward:  # recomputed by activation checkpointing
             return self.module(*args, **kwargs)
+        self._axis.check()
         if self._fresh:
             self._calls.clear()
             self._fresh = False
@@ -203,6 +204,7 @@ class HookedZero:
             If a backward pass inside this one gives a parameter a gradient after its bucket was sent. After any error
             what was accumulated since the last step is dropped, buffers included.
         """
+        self._axis.check()
         total, count = read_loss(loss, self._kind)
         self._collector.begin(syncs=self._syncs, held=self._calls.repeated)
         self._in_backward = True
@@ -286,6 +288,7 @@ class HookedZero:
     def _need_gradients(self, what: str) -> None:
         if self._kind is None:
             raise ValueError(f"{what}: there is no gradient since the last step; call backward(loss) first")
+        self._axis.check()
 
     def _update(
         self, number: int, flat: Flat, gradient: Tensor, mean: Callable[[Tensor], Tensor], skipped: Tensor
@@ -360,6 +363,7 @@ class HookedZero:
         return self._tree([self._gathered(divided(gradient, count)) for gradient in reduced])
 
     def _gathered(self, part: Tensor) -> Tensor:
+        self._axis.check()
         return gather(part, new_token(part), self._axis)[0]
 
     def _tree(self, fulls: list[Tensor], frozen: dict[str, Tensor] | None = None) -> OrderedDict[str, Any]:

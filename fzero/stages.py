@@ -15,7 +15,7 @@ The table is ZeRO's (arXiv:1910.02054, sec. 5). Everything in this file is trace
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -365,6 +365,21 @@ class Program:
             total, count = sum_over_ranks(mine, self.binding.axis).unbind()
             loss = total / torch.where(count > 0, count, torch.ones_like(count))
             return loss.to(loss_dtype(totals)), optree.tree_map(Tensor.clone, totals.aux)
+
+
+def call_in_the_open(program: Program, name: str, parts: Parts, batch: Tree) -> None:
+    """Call the loss function as in a part of the step, for what it raises: not compiled, on zeros, by this rank alone.
+
+    Dynamo buries what it raises, and the other ranks may not come to communicate.
+    """
+    alone = replace(program, stage=0, binding=replace(program.binding, axis=Axis()))
+    buckets = program.binding.layout.buckets
+    zeros = [torch.zeros(bucket.length, dtype=bucket.compute, device=parts.step.device) for bucket in buckets]
+    parts = parts._replace(shards=tuple(zeros))
+    if name == "mean_loss":
+        alone.mean_loss(parts, batch)
+    else:
+        alone.backward(parts, zeros, parts.buffers, batch)
 
 
 def divided(gradient: Tensor, count: Tensor, clip: Tensor | None = None) -> Tensor:

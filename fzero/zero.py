@@ -7,6 +7,7 @@ from typing import Any, cast
 import optree
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.agree import agree
@@ -14,17 +15,22 @@ from fzero.axis import axis_of, with_own_group
 from fzero.batch import describe_batch, leading_dim, micro_batches, placed
 from fzero.binding import Binding, bind
 from fzero.comm import gather, new_token
-from fzero.compiling import Queue
+from fzero.compiling import Queue, with_own_code
 from fzero.given import Inspected, block_names, inspect
 from fzero.initial import first_state
 from fzero.overlap import Overlap, compile_options
 from fzero.precision import Precision
 from fzero.rule import Choice, Optimizer, described
 from fzero.settings import Settings, check_count, check_flags, check_settings
-from fzero.stages import Program, Totals, divided, loss_dtype
+from fzero.stages import Program, Totals, call_in_the_open, divided, loss_dtype
 from fzero.state import Metrics, Parts, State, to_parts, to_state
 from fzero.tree import Tree, build, outline, paths_and_leaves, show_path, structure
 from fzero.turns import Turns
+
+UNDER_FUNC = (
+    "loss_fn: saved tensor hooks, such as those of torch.utils.checkpoint, do not work under torch.func, by which "
+    "compiled steps differentiate; use fzero.remat, or compile=False"
+)
 
 
 class Zero:
@@ -134,7 +140,7 @@ class Zero:
         self._batch_agreed = False
         self._stop = False
         self._expected: Any = None
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled: dict[tuple[int, str], tuple[Any, Callable[..., Any]]] = {}
         self._saving: Any = None
         """The handle of a save in the background."""
 
@@ -174,6 +180,7 @@ class Zero:
                 f"donate {self._donate}"
             )
 
+        self._axis.check()
         inspected, digest, notes = agree(self._axis, "init", check, describe, Inspected.notes)
         if notes[0]["meta"] and not all(note["meta"] for note in notes):
             raise ValueError(
@@ -286,31 +293,41 @@ class Zero:
 
     def _run(self, program: Program, name: str, *args: Any) -> Any:
         """Call a part of the program, compiled if so asked."""
-        function: Callable[..., Any] = getattr(program, name)
         if not self._compile:
-            return function(*args)
-        key = (program.loss_fn, name)
-        if key in self._compiled:
-            with self._queue(name, first=False):
-                return self._compiled[key](*args)
+            return getattr(program, name)(*args)
+        key = (id(program.loss_fn), name)
+        first = key not in self._compiled
+        compiled = self._compiled_part(program, name) if first else self._compiled[key][1]
+        try:
+            with self._queue(name, first=first):
+                result = compiled(*args)
+        except Exception as error:
+            if self._queue.refusal is not None:
+                raise self._queue.refusal from None
+            if not first and not isinstance(error, TorchDynamoException):
+                raise
+            plain = error
+            if name != "finish":
+                try:
+                    call_in_the_open(program, name, args[0], args[-1])
+                except Exception as found:  # noqa: BLE001  (what loss_fn raises)
+                    plain = found
+            self._queue.tell(plain)
+            if "saved tensor hooks" in str(plain):
+                raise ValueError(UNDER_FUNC) from error
+            if plain is error:
+                raise
+            raise plain from None
+        self._compiled[key] = (program.loss_fn, compiled)  # kept, so that no other one gets its id
+        return result
+
+    def _compiled_part(self, program: Program, name: str) -> Callable[..., Any]:
         buckets = program.binding.layout.buckets
         # a micro-batch is handed what lies outside blocks
         outside = 0 if name == "micro" else sum(bucket.block is None for bucket in buckets)
         overlap = self._overlap.settled(self._stage, program.binding.layout, self._settings.bucket_bytes)
         options = {**compile_options(self._stage, overlap, outside), **self._queue.options()}
-        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options)
-        try:
-            with self._queue(name, first=True):
-                result = compiled(*args)
-        except Exception:
-            if self._queue.refusal is not None:
-                raise self._queue.refusal from None
-            # Dynamo buries what loss_fn raises; called without it, loss_fn raises the same in the open
-            if name != "finish":
-                program.mean_loss(args[0], args[-1])
-            raise
-        self._compiled[key] = compiled
-        return result
+        return torch.compile(with_own_code(getattr(program, name)), fullgraph=True, options=options)
 
     def grads(self, state: State, batch: Tree) -> tuple[Tree, Tensor]:
         """Return the full tree of the mean gradient (before clipping) and the loss, without an update. Collective.
@@ -330,7 +347,8 @@ class Zero:
     def evaluate(self, state: State, batch: Tree, loss_fn: Callable[..., Any] | None = None) -> tuple[Tensor, Tree]:
         """Return (mean loss over ranks, this rank's aux or None); no gradient, no change. Collective.
 
-        `loss_fn` replaces the training one (dropout off, running statistics), with the same arguments and results.
+        `loss_fn` replaces the training one (dropout off, running statistics), with the same arguments and results. Pass
+        the same object every time: a compiled engine compiles each once, and keeps it.
         The batch is taken whole, not in micro-batches.
         """
         program = self._ready(state)
@@ -373,6 +391,7 @@ class Zero:
     def _ready(self, state: State) -> Program:
         if self._bound is None:
             raise ValueError("engine: call init(params) first")
+        self._axis.check()
         program = self._bound[1]
         if torch.is_inference_mode_enabled():
             raise ValueError("engine: does not work under torch.inference_mode(), where nothing has a gradient")
