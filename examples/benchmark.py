@@ -319,7 +319,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
 
     settle(parser, options)
-    chosen = list(dict.fromkeys(["ddp", *(options.only or DEFAULT).split(",")]))
+    chosen = list(dict.fromkeys(["ddp", *(DEFAULT if options.only is None else options.only).split(",")]))
     options.missing = [name for name in chosen if not installed(name)]
     if unknown := [name for name in chosen if name not in PEERS]:
         parser.error(f"--only: unknown: {', '.join(unknown)}; choose from: {', '.join(PEERS)}")

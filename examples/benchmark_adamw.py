@@ -130,7 +130,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=positive, default=30, help="timed steps of each row (default: 30)")
     add("--seed", type=int, default=0, help="(default: 0)")
     add("--at-most", type=float, metavar="RATIO", help="fail if the compiled update takes more than this of torch's")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.at_most is not None and not options.at_most > 0:
+        parser.error(f"--at-most {options.at_most}: must be above 0")
+    return options
 
 
 if __name__ == "__main__":

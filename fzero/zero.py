@@ -68,6 +68,7 @@ class Zero:
         "mean", or "none" (every rank keeps its own). Others are never averaged.
     compile
         Compile the step with ``torch.compile(fullgraph=True)``, without CUDA graphs: what they return is overwritten.
+        Random numbers that `loss_fn` draws are then other ones than eagerly, from the same distribution.
     overlap
         Where the compiled step has its collectives; it never changes the numbers.
     has_aux

@@ -211,6 +211,7 @@ def test_benchmark_refuses_bad_arguments() -> None:
         (["--only", "ddp,zero-4"], "--only: unknown: zero-4; choose from: ddp, ddp-compiled, zero-redundancy, fsdp2,"),
         (["--ranks", "1"], "one rank has nobody to talk to; use --ranks 2 or more"),
         (["--gbit", "0"], "--gbit 0.0: must be above 0"),
+        (["--only", ""], "--only: unknown: ; choose from: ddp,"),
         (["--width", "100"], "--width 100: must be a multiple of 32"),
     ):
         code, output = run([*BENCHMARK, *arguments], 60)
@@ -231,6 +232,17 @@ def test_benchmark_adamw_compares_updates_that_do_the_same() -> None:
     ]
     assert float(rows[0][2]) == 1
     assert "all rows agree within 1e-05 after 6 steps" in output
+
+
+def test_benchmark_adamw_refuses_bad_arguments() -> None:
+    for arguments, message in (
+        (["--at-most", "nan"], "--at-most nan: must be above 0"),
+        (["--elements", "0"], "--elements: must be at least 1, got 0"),
+    ):
+        code, output = run([*ADAMW, *arguments], 60)
+        assert code == 2, output
+        assert message in output
+        assert "Traceback" not in output
 
 
 def test_benchmark_adamw_fails_when_the_compiled_update_is_too_slow() -> None:
