@@ -10,7 +10,8 @@ stage  at rest on each rank         gathered                     gradients reduc
                                     again backward
 ====== ============================ ============================ =====================================================
 
-The table is ZeRO's (arXiv:1910.02054, sec. 5). Everything in this file is traced by `torch.compile`.
+The table is ZeRO's (arXiv:1910.02054, sec. 5). `torch.compile` traces `whole`, `micro`, `finish` and `mean_loss`, with
+everything that they call.
 """
 
 import functools
