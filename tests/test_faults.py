@@ -1,5 +1,6 @@
 """What goes wrong on one rank, in a compiled loss function, or with the process group: who is told what, and when."""
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,8 +90,12 @@ def test_what_dynamo_cannot_do_is_said_and_not_something_beside_it() -> None:
         return found
 
     engine = engine_of(kept, compile=True)
-    with pytest.raises(ValueError, match=r"loss_fn: .*fzero\.remat"):
-        engine.step(engine.init(params()), torch.ones(4, 4))
+    try:
+        _, metrics = engine.step(engine.init(params()), torch.ones(4, 4))
+    except ValueError as error:
+        assert re.search(r"loss_fn: .*fzero\.remat", str(error))  # noqa: PT017  (whether it raises is torch's business)
+    else:  # torch 2.11
+        torch.testing.assert_close(metrics.loss, loss_of(params(), torch.ones(4, 4)))
 
 
 @pytest.mark.compile
