@@ -50,7 +50,7 @@ def agree(
         found = check()
     except Exception as error:
         if axis.size > 1:
-            _exchange(axis, topic, {"fault": f"{type(error).__name__}: {error}", "digest": "", "note": {}}, store)
+            _exchange(axis, topic, _fault(error), store)
         raise
     text = digest(found)
     # through JSON in a world of one too, so that notes look the same in every world
@@ -70,7 +70,7 @@ def agree(
 
 def fail(axis: Axis, topic: str, error: Exception) -> None:
     """Let `agree` on a topic raise an error of this rank on the others. Waits for none of them."""
-    report = {"fault": f"{type(error).__name__}: {error}", "digest": "", "note": {}}
+    report = _fault(error)
     base = _report(axis, topic, report, default_store())
     if axis.rank == 0:
         default_store().set(f"{base}/all", json.dumps([report]))
@@ -98,6 +98,11 @@ def _exchange(axis: Axis, topic: str, report: dict[str, Any], store: Any = None)
         store.set(f"{base}/all", json.dumps(reports))
         return reports
     return json.loads(_fetch(store, f"{base}/all", topic, "some rank"))  # type: ignore[no-any-return]
+
+
+def _fault(error: Exception) -> dict[str, Any]:
+    """Return the report of a rank that raises."""
+    return {"fault": f"{type(error).__name__}: {error}", "digest": "", "note": {}}
 
 
 def _report(axis: Axis, topic: str, report: dict[str, Any], store: Any) -> str:

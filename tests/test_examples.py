@@ -56,6 +56,13 @@ def run(arguments: list[str], seconds: float = 400) -> tuple[int, str]:
     return process.returncode, output
 
 
+def refuses(arguments: list[str], message: str) -> None:
+    code, output = run(arguments, 60)
+    assert code == 2, output
+    assert message in output
+    assert "Traceback" not in output
+
+
 def losses(output: str) -> tuple[float, float]:
     found = re.search(r"^validation loss: ([\d.]+) before, ([\d.]+) after", output, re.MULTILINE)
     assert found, output
@@ -117,10 +124,7 @@ def test_train_gpt_refuses_bad_arguments(tmp_path: Path) -> None:
         (["--accumulate", "3"], "--batch 2: does not divide into --accumulate 3 equal parts"),
         (["--plot", str(missing / "loss.png")], f"there is no folder {missing}"),
     ):
-        code, output = run([*TRAIN_GPT, *arguments], 60)
-        assert code == 2, output
-        assert message in output
-        assert "Traceback" not in output
+        refuses([*TRAIN_GPT, *arguments], message)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +168,7 @@ def test_train_resnet_refuses_bad_arguments() -> None:
         (["--engine", "hooked", "--compile"], "--compile: the hook engine runs eagerly; use --engine functional"),
         (["--accumulate", "3"], "--batch 32: does not divide into --accumulate 3 equal parts"),
     ):
-        code, output = run([*TRAIN_RESNET, *arguments], 60)
-        assert code == 2, output
-        assert message in output
-        assert "Traceback" not in output
+        refuses([*TRAIN_RESNET, *arguments], message)
 
 
 def test_compare_engines_adds_up() -> None:
@@ -214,10 +215,7 @@ def test_benchmark_refuses_bad_arguments() -> None:
         (["--only", ""], "--only: unknown: ; choose from: ddp,"),
         (["--width", "100"], "--width 100: must be a multiple of 32"),
     ):
-        code, output = run([*BENCHMARK, *arguments], 60)
-        assert code == 2, output
-        assert message in output
-        assert "Traceback" not in output
+        refuses([*BENCHMARK, *arguments], message)
 
 
 def test_benchmark_adamw_compares_updates_that_do_the_same() -> None:
@@ -239,10 +237,7 @@ def test_benchmark_adamw_refuses_bad_arguments() -> None:
         (["--at-most", "nan"], "--at-most nan: must be above 0"),
         (["--elements", "0"], "--elements: must be at least 1, got 0"),
     ):
-        code, output = run([*ADAMW, *arguments], 60)
-        assert code == 2, output
-        assert message in output
-        assert "Traceback" not in output
+        refuses([*ADAMW, *arguments], message)
 
 
 def test_benchmark_adamw_fails_when_the_compiled_update_is_too_slow() -> None:
